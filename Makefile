@@ -1,0 +1,45 @@
+# make demo    train the demo: about a minute after the first installation
+# make test    install what the tests need and run them
+# make check   ruff, ruff format, mypy
+# make clean   remove what the other targets made; runs/ stays
+#
+# PYTHON chooses the interpreter for .venv, VENV an environment that exists already.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PATHS := streamrl queue agents producers learners tests bench
+
+.PHONY: demo setup test check clean
+
+demo: $(VENV)/.train
+	$(BIN)/streamrl launch
+
+setup: $(VENV)/.train $(VENV)/.dev
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check $(PATHS)
+	$(BIN)/ruff format --check $(PATHS)
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build
+	find $(PATHS) -name __pycache__ -type d -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "streamrl needs Python 3.11 or later")'
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp each, so that the second `make demo` starts at once.
+$(VENV)/.train: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing into $(VENV); the first time takes a few minutes"
+	$(INSTALL) --editable '.[train]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --editable '.[train,dev]'
+	@touch $@

@@ -1,0 +1,64 @@
+"""Configuration of episodes and rewards. Light: imports nothing but msgspec and the errors."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from streamrl_queue.errors import ConfigError
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one episode may use.
+
+    `max_turns` counts the model's turns. `max_turn_tokens` bounds the ids sampled in one turn, `max_tokens` all
+    ids of the row, prompts and tool results included. A turn deadline covers one `generate`, a tool deadline
+    one call of an environment's tool, the episode deadline everything from the constructor to the reward.
+
+    Raises:
+        ConfigError: when a limit is not positive.
+    """
+
+    max_turns: int = 8
+    max_turn_tokens: int = 512
+    max_tokens: int = 4096
+    turn_seconds: float = 120.0
+    tool_seconds: float = 30.0
+    episode_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            if not value > 0:
+                raise ConfigError(f"{field}: expected a number above 0, got {value!r}")
+
+
+class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The reward of a row: the sum over `parts` of weight times value.
+
+    A part is `outcome` (what the environment's own `reward` returned) or the spec of a function,
+    `module:name` or `path/file.py:name`. `rows` bounds one lease, `score_seconds` the scoring of one row by
+    functions that are not built in.
+
+    Raises:
+        ConfigError: when there is no part, a weight is not finite or a limit is not positive.
+    """
+
+    parts: dict[str, float] = msgspec.field(default_factory=lambda: {"outcome": 1.0})
+    """Reward functions and their weights: `outcome`, or a function's `module:name` or `path/file.py:name`."""
+    rows: int = 64
+    """Most rows of one lease."""
+    score_seconds: float = 30.0
+    """Deadline of scoring one row with functions that are not built in, in seconds."""
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ConfigError(
+                'parts: expected at least one reward function, got none; "outcome: 1.0" is the built-in one'
+            )
+        for name, weight in self.parts.items():
+            if not math.isfinite(weight):
+                raise ConfigError(f"parts.{name}: expected a finite weight, got {weight}")
+        if not (self.rows > 0 and self.score_seconds > 0):
+            raise ConfigError(f"rows and score_seconds: expected above 0, got {self.rows} and {self.score_seconds}")

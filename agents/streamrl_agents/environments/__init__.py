@@ -1,0 +1,1 @@
+"""Environments that come with streamrl, written as a user would write them."""

@@ -1,0 +1,218 @@
+"""Messages -> text -> ids, exactly as the model's own chat template and tokenizer say.
+
+The rendering follows `transformers.apply_chat_template` (same Jinja settings, same `tojson`), without importing
+transformers: a producer needs neither it nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from streamrl_queue.errors import ConfigError, TemplateError
+
+if TYPE_CHECKING:
+    import jinja2
+    from tokenizers import Tokenizer
+
+MessageDict = Mapping[str, Any]  # {"role": …, "content": …}, what chat templates read
+ToolSchema = dict[str, Any]  # OpenAI style: {"type": "function", "function": {…}}
+
+_SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
+# What a loop's body may mention beside its own message and still depend on nothing before or after it.
+_CONSTANTS: Final = frozenset({"tools", "raise_exception", *_SPECIAL})
+
+
+class ChatTemplate:
+    """A tokenizer with its chat template and the ids that end a turn.
+
+    `local` is True when the template provably renders each message by itself: then a long history need not be
+    rendered again to know what a further message adds.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        source: str,
+        *,
+        stop_ids: Sequence[int],
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        if not stop_ids:
+            raise ConfigError("stop_ids: expected at least one id that ends a turn, got none")
+        environment = _environment()
+        self.tokenizer = tokenizer
+        self.source = source
+        self.stop_ids = tuple(stop_ids)
+        self.local = _is_local(environment, source)
+        self._variables = dict(variables or {})
+        self._compiled = environment.from_string(source)
+
+    def __repr__(self) -> str:
+        kind = "local" if self.local else "rendered in full"
+        return f"<ChatTemplate {self.tokenizer.get_vocab_size()} ids, stops {self.stop_ids}, {kind}>"
+
+    @classmethod
+    def load(cls, model_dir: Path | str) -> ChatTemplate:
+        """Read the files of a Hugging Face model directory: tokenizer, template, ids that end a turn.
+
+        Raises:
+            ConfigError: naming the file that is missing or what it lacks.
+        """
+        from tokenizers import Tokenizer
+
+        folder = Path(model_dir)
+        if not (folder / "tokenizer.json").is_file():
+            raise ConfigError(f"{folder}: expected a model directory with tokenizer.json, found none")
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        settings = _json(folder / "tokenizer_config.json")
+        variables = {name: text for name in _SPECIAL if (text := _content(settings.get(name)))}
+        stops = _stop_ids(tokenizer, _json(folder / "generation_config.json"), variables)
+        if not stops:
+            raise ConfigError(
+                f"{folder}: expected eos_token_id in generation_config.json or eos_token in tokenizer_config.json"
+            )
+        return cls(tokenizer, _source(folder, settings), stop_ids=stops, variables=variables)
+
+    def render(self, messages: Sequence[MessageDict], tools: Sequence[ToolSchema] = (), generate: bool = False) -> str:
+        """The text of a conversation; with `generate`, up to where the model's next turn begins.
+
+        Raises:
+            TemplateError: when the template refuses the messages.
+        """
+        import jinja2
+
+        try:
+            return self._compiled.render(
+                messages=messages,
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=generate,
+                **self._variables,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            roles = ", ".join(str(m.get("role")) for m in messages)
+            raise TemplateError(f"the chat template refuses messages of roles [{roles}]: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of rendered text. Nothing is added: the template has written every special token itself."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+
+def _environment() -> jinja2.Environment:
+    import jinja2
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}…{% endgeneration %}` marks what a model wrote; it changes no text."""
+
+        tags: set[str] = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def _is_local(environment: jinja2.Environment, source: str) -> bool:
+    """Whether a template is: a constant head, one loop over messages that sees only its message, a generation prompt.
+
+    Then render(a + b) = head + body(a) + body(b) + prompt, whatever a and b are. Anything that could carry
+    state from one message to the next (`loop`, namespaces, `break`, objects made in the head) says no.
+    """
+    from jinja2 import nodes
+
+    body = environment.parse(source).body
+    places = [i for i, node in enumerate(body) if "messages" in _names(node)]
+    if len(places) != 1 or not isinstance(loop := body[places[0]], nodes.For):
+        return False
+    head, tail = body[: places[0]], body[places[0] + 1 :]
+    plain_loop = isinstance(loop.iter, nodes.Name) and not (loop.test or loop.else_ or loop.recursive)
+    if not plain_loop or any(node.find(nodes.NSRef) or node.find(nodes.Break) for node in body):
+        return False
+    own = {name.name for name in loop.find_all(nodes.Name) if name.ctx == "store"}
+    seen = set().union(*(_names(node) for node in loop.body))
+    constant_head = all("add_generation_prompt" not in _names(node) for node in head)
+    return constant_head and seen <= own | _CONSTANTS and all(_is_prompt(node) for node in tail)
+
+
+def _is_prompt(node: jinja2.nodes.Node) -> bool:
+    from jinja2 import nodes
+
+    condition = isinstance(node, nodes.If) and isinstance(node.test, nodes.Name) and node.test.name
+    return condition == "add_generation_prompt" and not (node.elif_ or node.else_)  # type: ignore[attr-defined]
+
+
+def _names(node: jinja2.nodes.Node) -> set[str]:
+    from jinja2 import nodes
+
+    found: Iterable[nodes.Name] = node.find_all(nodes.Name)
+    return {name.name for name in found} | ({node.name} if isinstance(node, nodes.Name) else set())
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    value: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return value
+
+
+def _content(token: object) -> str | None:
+    """A special token is written as its text, or as an object with its text in `content`."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) else None
+
+
+def _stop_ids(tokenizer: Tokenizer, generation: dict[str, Any], variables: dict[str, str]) -> list[int]:
+    """Ids that end a turn, those of generation_config.json first: its first one is how a turn is meant to end."""
+    declared = generation.get("eos_token_id", [])
+    ids = list(declared) if isinstance(declared, list) else [declared]
+    ids.append(tokenizer.token_to_id(variables.get("eos_token", "")))
+    return list(dict.fromkeys(i for i in ids if i is not None))
+
+
+def _source(folder: Path, settings: dict[str, Any]) -> str:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8")
+    declared = settings.get("chat_template")
+    if isinstance(declared, list):  # several named ones: the layout of some tool-calling models
+        declared = {entry["name"]: entry["template"] for entry in declared}.get("default")
+    if not isinstance(declared, str):
+        raise ConfigError(
+            f"{folder}: expected chat_template.jinja, or chat_template in tokenizer_config.json; found neither"
+        )
+    return declared

@@ -1,0 +1,50 @@
+"""Fills the `advantage` column of whole groups. numpy only: it runs in any process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import pyarrow as pa
+
+from streamrl_queue.schema import advantage_batch
+
+from .algorithms.advantages import group_advantages
+from .config import AdvantageConfig
+
+if TYPE_CHECKING:
+    from streamrl_queue import TransferQueue
+
+# Rows of one lease: a few steps' worth of small groups; one reply of a few kilobytes.
+ROWS: Final = 256
+# A long-poll ends after this many seconds without work, so that a heartbeat's activity stays true.
+WAIT_SECONDS: Final = 30.0
+
+
+async def run_advantage_worker(queue: TransferQueue, config: AdvantageConfig) -> None:
+    """Score groups until cancelled.
+
+    Consumes groups whose rewards are all in. Produces their advantages. Waits for the queue. Unblocked by a group
+    that gets ready, or by cancellation (the lease then ends with its deadline or its session).
+    """
+    queue.report("waits for scored groups")
+    while True:
+        lease = await queue.lease("advantage", rows=ROWS, wait=WAIT_SECONDS)
+        if lease is None:
+            continue
+        assert lease.batch is not None
+        await queue.write(lease, advantages_of(config, lease.batch))
+
+
+def advantages_of(config: AdvantageConfig, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The advantage column for a batch with `row`, `group` and `reward`; groups are whole, in any order.
+
+    A dropped or dead member is not in the batch and has no vote in its group's baseline.
+    """
+    groups = batch.column("group").to_numpy()
+    rewards = batch.column("reward").to_numpy()
+    advantages = np.zeros(len(rewards))
+    for group in np.unique(groups):
+        members = groups == group
+        advantages[members] = group_advantages(config, rewards[members])
+    return advantage_batch(batch.column("row").to_pylist(), advantages.tolist())

@@ -1,0 +1,1 @@
+"""Advantages, policy losses and corrections: independent registries of small pure functions."""

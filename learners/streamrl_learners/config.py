@@ -1,0 +1,245 @@
+"""The learner's part of a run's configuration. Imports without torch.
+
+Every field is followed by a string that says what it means and in which unit: `streamrl config --explain`
+prints it. Contradictions between fields are found by `problems`, before anything is started.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from streamrl_queue.errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Normalise = Literal["token_mean", "sequence_mean", "constant"]
+
+
+class Grpo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="grpo"):
+    """Advantage of a row: its reward minus the mean reward of its group (DeepSeekMath, arXiv 2402.03300, eq. 3)."""
+
+    scale: Literal["none", "std"] = "none"
+    """Divide by the group's standard deviation (`std`, GRPO), or do not (`none`, Dr. GRPO, arXiv 2503.20783)."""
+    bound: Annotated[float, Meta(gt=0)] = 10.0
+    """Largest magnitude of an advantage; larger ones are clipped to it."""
+
+
+class Rloo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="rloo"):
+    """Advantage of a row: its reward minus the mean of the *other* rows of its group (RLOO, arXiv 2402.14740)."""
+
+    bound: Annotated[float, Meta(gt=0)] = 10.0
+    """Largest magnitude of an advantage; larger ones are clipped to it."""
+
+
+AdvantageConfig = Grpo | Rloo
+
+
+class NoCorrection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="none"):
+    """Rows are taken as if the current policy had sampled them: right only when nothing is stale."""
+
+
+class Behaviour(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="behaviour"):
+    """The ratio is taken to the policy that sampled the token: pi / pi_behaviour goes into the loss."""
+
+
+class TruncatedIS(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="truncated_is"):
+    """Each token's loss is weighted by min(pi / pi_behaviour, cap), without gradient (Ionides 2008)."""
+
+    cap: Annotated[float, Meta(gt=0)] = 2.0
+    """Largest importance weight of a token."""
+
+
+CorrectionConfig = NoCorrection | Behaviour | TruncatedIS
+
+
+class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every policy loss has in common: loss_t = -w_t * L(pi / pi_prox, A_t), normalised over the step."""
+
+    advantage: AdvantageConfig = Grpo()
+    """How rewards of a group become advantages: `grpo` or `rloo`."""
+    correction: CorrectionConfig = Behaviour()
+    """How being off-policy is corrected, token by token: `none`, `behaviour` or `truncated_is`."""
+    normalise: Normalise = "token_mean"
+    """Mean over all sampled tokens of a step, over rows of each row's token mean, or a fixed length per row."""
+    normalise_length: Positive | None = None
+    """Tokens that one row counts for under `normalise: constant` (Dr. GRPO); unused otherwise."""
+
+
+class PPOClip(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="loss", tag="ppo_clip"):
+    """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7), with DAPO's asymmetric clip (arXiv 2503.14476)."""
+
+    clip: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+    """How far the ratio may fall below 1 before it stops to matter."""
+    clip_high: Annotated[float, Meta(gt=0)] | None = 0.28
+    """How far the ratio may rise above 1; null means the same as `clip`."""
+
+
+class Reinforce(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="loss", tag="reinforce"):
+    """The policy gradient (Williams 1992): L = ratio * A, whose gradient is A * grad log pi where the ratio is 1."""
+
+
+AlgorithmConfig = PPOClip | Reinforce
+
+
+class WarmStart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Supervised steps on the environment's own demonstrations, before reinforcement learning starts."""
+
+    clean_steps: Count = 100
+    """Steps on demonstrations that do everything right: they teach the format and copying."""
+    sloppy_steps: Count = 50
+    """Steps on demonstrations with bad habits, after the clean ones: they leave something to improve."""
+    batch: Positive = 32
+    """Episodes in one supervised step."""
+    learning_rate: Annotated[float, Meta(gt=0)] = 4e-3
+    """Peak learning rate of AdamW; 20 steps of warm-up, then a cosine to a tenth."""
+
+
+class TinyModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="tiny"):
+    """A Qwen2 small enough to learn on a laptop in a minute, made from scratch."""
+
+    hidden: Positive = 64
+    """Width of the residual stream."""
+    layers: Positive = 2
+    """Decoder layers."""
+    heads: Positive = 4
+    """Attention heads of the queries."""
+    kv_heads: Positive = 1
+    """Attention heads of keys and values; must divide `heads`."""
+    intermediate: Positive = 192
+    """Width of the MLP."""
+    rope_theta: Annotated[float, Meta(gt=0)] = 500.0
+    """Base of the rotary embedding."""
+    initializer_range: Annotated[float, Meta(gt=0)] = 0.1
+    """Standard deviation of fresh weights; about 1/sqrt(hidden), or copying cannot be learned."""
+    max_positions: Positive = 512
+    """Longest context in tokens."""
+    warm_start: WarmStart = WarmStart()
+    """Supervised steps before step 1."""
+
+
+class HFModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="hf"):
+    """A causal language model in the layout of Hugging Face: config.json, safetensors, tokenizer.json."""
+
+    path: str
+    """Directory of the model, or its name on the hub."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights while they are trained."""
+
+
+ModelConfig = TinyModel | HFModel
+
+
+class LearnerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The optimiser, the size of a step, and how long the learner waits for whom."""
+
+    ranks: Positive = 1
+    """Learner processes; with more than one the model is sharded over them by FSDP2."""
+    steps: Positive = 40
+    """Optimiser steps of the run."""
+    rows_per_step: Positive = 64
+    """Rows that one step trains; a multiple of the group size."""
+    micro_batch_tokens: Positive = 4096
+    """Most tokens, padding included, in one forward pass; a longer row gets a pass of its own."""
+    learning_rate: Annotated[float, Meta(ge=0)] = 2e-3
+    """Peak learning rate of AdamW."""
+    warmup_steps: Count = 5
+    """Steps over which the learning rate rises linearly to its peak."""
+    final_learning_rate_share: Share = 0.2
+    """Share of the peak that the learning rate falls to, linearly, over the whole run."""
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    """Decoupled weight decay of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments."""
+    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
+    """Largest 2-norm of the whole gradient; a larger one is scaled down to it."""
+    threads: Positive = 1
+    """Threads of torch in each learner process."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model is trained; `cuda` uses NCCL, `cpu` uses Gloo."""
+    checkpoint_every: Count = 10
+    """Steps between two checkpoints; 0 writes one at the end only."""
+    keep_checkpoints: Positive = 2
+    """Newest complete checkpoints that stay on disk."""
+    wait_seconds: Seconds = 300.0
+    """Longest time without a ready row, or without `min_engines` engines, before the run fails (seconds)."""
+    linger_seconds: Seconds = 0.2
+    """How long a micro-batch waits to be filled before it is trained part-full (seconds)."""
+    no_signal_steps: Positive = 10
+    """Steps in a row without any non-zero advantage on a sampled token, before the run ends with an error."""
+    publish_seconds: Seconds = 30.0
+    """Deadline of each phase of publishing weights: prepare, transfer, apply, resume (seconds)."""
+    transfer: Literal["auto", "gloo", "nccl"] = "auto"
+    """What carries weights to engines; `auto`: `nccl` for `device: cuda`, else `gloo`. NCCL needs one GPU each."""
+    min_engines: Positive = 1
+    """Engines that must have verified a version before it is committed."""
+    probe_tolerance: Annotated[float, Meta(gt=0)] = 0.01
+    """Largest difference between an engine's and the learner's log-probs on the probe (nats)."""
+
+
+def problems(
+    algorithm: AlgorithmConfig, learner: LearnerConfig, model: ModelConfig, *, max_staleness: int, group_size: int
+) -> tuple[str, ...]:
+    """What cannot work together, one sentence each, naming both fields and what to do. Pure."""
+    found: list[str] = []
+    if isinstance(algorithm.correction, NoCorrection) and max_staleness > 0:
+        found.append(
+            f"algorithm.correction: none with queue.max_staleness: {max_staleness}: rows up to {max_staleness} steps "
+            "old would be trained as if they were fresh; use correction behaviour or truncated_is, or max_staleness 0"
+        )
+    if group_size < 2:
+        found.append(
+            f"algorithm.advantage: {_tag(algorithm.advantage)} with tasks.group_size: {group_size}: "
+            "a group baseline needs group_size >= 2, or no row ever has an advantage"
+        )
+    if learner.rows_per_step % group_size:
+        below = learner.rows_per_step // group_size * group_size
+        found.append(
+            f"learner.rows_per_step: {learner.rows_per_step} is not a multiple of tasks.group_size: {group_size}; "
+            f"use {below or group_size} or {below + group_size}"
+        )
+    if algorithm.normalise == "constant" and algorithm.normalise_length is None:
+        found.append("algorithm.normalise: constant needs algorithm.normalise_length (tokens per row); got null")
+    if algorithm.normalise != "constant" and algorithm.normalise_length is not None:
+        found.append(
+            f"algorithm.normalise_length: {algorithm.normalise_length} has no effect with "
+            f"algorithm.normalise: {algorithm.normalise}; remove it or use constant"
+        )
+    if learner.warmup_steps > learner.steps:
+        found.append(
+            f"learner.warmup_steps: {learner.warmup_steps} exceeds learner.steps: {learner.steps}: "
+            "the learning rate would never reach its peak"
+        )
+    return (*found, *_model_problems(model))
+
+
+def check(
+    algorithm: AlgorithmConfig, learner: LearnerConfig, model: ModelConfig, *, max_staleness: int, group_size: int
+) -> None:
+    """Refuse a configuration that cannot work.
+
+    Raises:
+        ConfigError: with every contradiction that `problems` finds, one a line.
+    """
+    found = problems(algorithm, learner, model, max_staleness=max_staleness, group_size=group_size)
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _model_problems(model: ModelConfig) -> list[str]:
+    if not isinstance(model, TinyModel):
+        return []
+    found = []
+    if model.hidden % (2 * model.heads):
+        found.append(f"model.hidden: {model.hidden} must be a multiple of 2 * model.heads: {model.heads}")
+    if model.heads % model.kv_heads:
+        found.append(f"model.kv_heads: {model.kv_heads} must divide model.heads: {model.heads}")
+    return found
+
+
+def _tag(config: Struct) -> str:
+    return str(msgspec.to_builtins(config)["kind"])

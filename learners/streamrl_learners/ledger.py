@@ -1,0 +1,71 @@
+"""What survives a step, and in which order: commit, checkpoint, marker, retire.
+
+A crash between any two of these is healed by `resume`: the newest complete checkpoint says which steps count, and the
+queue makes all rows ready again that were trained after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .checkpoint import Checkpoints
+from .model import Policy
+from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from streamrl_queue import BlockingTransferQueue
+
+
+class Ledger:
+    """Commits, checkpoints and retires on behalf of all ranks; the leader speaks to the queue."""
+
+    def __init__(
+        self,
+        queue: BlockingTransferQueue,
+        checkpoints: Checkpoints,
+        policy: Policy,
+        adamw: torch.optim.Optimizer,
+        ranks: Ranks,
+        *,
+        every: int,
+    ) -> None:
+        """`every`: steps between two checkpoints; 0 means only those that are asked for."""
+        self._queue = queue
+        self._checkpoints = checkpoints
+        self._policy = policy
+        self._adamw = adamw
+        self._ranks = ranks
+        self._every = every
+        self._saved = 0
+
+    def resume(self) -> int:
+        """Go back to the newest complete checkpoint, or to the start; the step that was reached. Collective."""
+        step = self._checkpoints.newest() or 0
+        if step:
+            self._checkpoints.load(step, self._policy, self._adamw)
+        if self._ranks.leads:
+            self._queue.reconcile(step)
+        self._saved = step
+        return step
+
+    def commit(self, step: int, rows: Sequence[int]) -> None:
+        """These rows were trained in `step`."""
+        if self._ranks.leads:
+            self._queue.commit(step, rows)
+
+    def checkpoint_if_due(self, step: int) -> None:
+        """`checkpoint`, every so many steps. Collective."""
+        if self._every and step % self._every == 0:
+            self.checkpoint(step)
+
+    def checkpoint(self, step: int) -> None:
+        """Write a checkpoint unless `step` has one; once it is durable, retire the rows it covers. Collective."""
+        if step == self._saved:
+            return
+        self._checkpoints.save(step, self._policy, self._adamw)
+        self._saved = step
+        if self._ranks.leads:
+            self._queue.retire(step)

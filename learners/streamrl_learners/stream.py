@@ -1,0 +1,215 @@
+"""Rows of the queue become the micro-batches of a step, in the order in which they get ready.
+
+    queue ── lease(step) ──► leader ── ids, one broadcast ──► every rank ── fetch ──► micro-batches
+
+The leader leases; alone it gets the payload with the lease, else every rank fetches its own rows. A round ends
+with the same number of micro-batches on every rank, because each forward pass is a collective under FSDP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+import pyarrow as pa
+import torch
+
+from streamrl_queue.errors import DeadlineExceeded, SchemaError
+
+from .algorithms.metrics import Tally
+from .batches import COLUMNS, MicroBatch, Row, micro_batch, micro_batches, plan, row_weight, rows_of
+from .config import AlgorithmConfig, LearnerConfig
+from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from streamrl_queue import BlockingTransferQueue, Lease
+
+
+class Turn(IntEnum):
+    """What the leader decided for this round."""
+
+    HAND_OUT = 0
+    WAIT = 1
+    STOP = 2
+
+
+class Round(NamedTuple):
+    """The leader's word to all ranks: which rows go into which micro-batch."""
+
+    turn: Turn
+    batches: tuple[tuple[int, ...], ...] = ()
+
+    def encode(self) -> list[int]:
+        """As plain numbers: turn, number of batches, their sizes, all ids."""
+        sizes = [len(batch) for batch in self.batches]
+        return [self.turn, len(sizes), *sizes, *(row for batch in self.batches for row in batch)]
+
+    @classmethod
+    def decode(cls, numbers: Sequence[int]) -> Round:
+        turn, count = numbers[:2]
+        batches, at = [], 2 + count
+        for size in numbers[2 : 2 + count]:
+            batches.append(tuple(numbers[at : at + size]))
+            at += size
+        return cls(Turn(turn), tuple(batches))
+
+
+class Stream:
+    """Assembles each step out of the rows that are ready."""
+
+    def __init__(
+        self,
+        queue: BlockingTransferQueue,
+        config: LearnerConfig,
+        algorithm: AlgorithmConfig,
+        tally: Tally,
+        *,
+        ranks: Ranks | None = None,
+        device: torch.device | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._queue = queue
+        self._config = config
+        self._algorithm = algorithm
+        self._tally = tally
+        self._ranks = ranks or Ranks()
+        self._device = device or torch.device("cpu")
+        self._should_stop = should_stop
+        self._clock = clock
+        self._steps: dict[int, int] = {}
+        self._step = 0
+        self._taken: list[int] = []
+        self._leases: list[Lease] = []
+        self._mean_tokens: float | None = None
+        self.stopped = False
+        self.idle_seconds = 0.0
+
+    def micro_batches(self, step: int) -> Iterator[MicroBatch]:
+        """The micro-batches of `step`, as rows get ready; ends when `rows_per_step` rows are in, or on a stop.
+
+        Consumes rows that are ready to learn. Produces micro-batches and, in the tally, what the rows tell. Waits
+        for the queue. Unblocked by rows, by `should_stop` (then `stopped` is set and the rows are given back), or by
+        `wait_seconds` without a row.
+
+        Raises:
+            DeadlineExceeded: naming the step and how many of its rows were there.
+            SchemaError: a row that cannot be trained, naming it.
+        """
+        self._step, self._taken, self._leases, self.idle_seconds = step, [], [], 0.0
+        last_row = self._clock()
+        while len(self._taken) < self._config.rows_per_step:
+            batch, word = self._next_round(step)
+            if word.turn is Turn.STOP:
+                return self._give_up()
+            if word.turn is Turn.WAIT:
+                self._check_deadline(last_row)
+                continue
+            last_row = self._clock()
+            self._taken += [row for rows in word.batches for row in rows]
+            yield from (micro.to(self._device) for micro in self._materialise(word, batch))
+
+    def rows(self, step: int) -> list[int]:
+        """The ids of all rows of `step`, on every rank; it must be the step last assembled."""
+        assert step == self._step
+        return list(self._taken)
+
+    def _next_round(self, step: int) -> tuple[pa.RecordBatch | None, Round]:
+        """Ask the queue once (leader), or hear what the leader got."""
+        if not self._ranks.leads:
+            return None, Round.decode(self._ranks.share(None))
+        lease = None if self._should_stop() else self._lease(step)
+        if lease:
+            self._leases.append(lease)
+            word = Round(Turn.HAND_OUT, self._assign(lease))
+        else:
+            word = Round(Turn.STOP if self._should_stop() else Turn.WAIT)
+        self._ranks.share(word.encode())
+        return (lease.batch if lease else None), word
+
+    def _lease(self, step: int) -> Lease | None:
+        """Rows for one micro-batch per rank; fewer when they do not get ready within `linger_seconds`."""
+        remaining = self._config.rows_per_step - len(self._taken)
+        room = self._config.micro_batch_tokens * self._ranks.world
+        wanted = remaining if self._mean_tokens is None else min(remaining, max(1, int(room / self._mean_tokens)))
+        started = self._clock()
+        self._queue.report(f"waits for rows of step {step} ({len(self._taken)} of {self._config.rows_per_step})")
+        lease = self._queue.lease(
+            "learn",
+            rows=wanted,
+            at_least=wanted,
+            wait=self._config.linger_seconds,
+            step=step,
+            payload=self._ranks.world == 1,
+            columns=COLUMNS,
+        )
+        self.idle_seconds += self._clock() - started
+        self._queue.report(f"trains step {step}")
+        return lease
+
+    def _assign(self, lease: Lease) -> tuple[tuple[int, ...], ...]:
+        """Micro-batches of row ids, the same number for every rank; alone, all rows in one list."""
+        lengths = [row.tokens or self._config.micro_batch_tokens for row in lease.rows]
+        self._mean_tokens = sum(lengths) / len(lengths)
+        if self._ranks.world == 1:
+            return (tuple(row.row for row in lease.rows),)
+        batches = [tuple(lease.rows[i].row for i in batch) for batch in plan(lengths, self._config.micro_batch_tokens)]
+        return (*batches, *[()] * (-len(batches) % self._ranks.world))
+
+    def _materialise(self, word: Round, batch: pa.RecordBatch | None) -> Iterator[MicroBatch]:
+        """Micro-batches of this rank in one round."""
+        mine = word.batches[self._ranks.rank :: self._ranks.world]
+        ids = [row for rows in mine for row in rows]
+        if batch is None and ids:
+            batch = self._queue.fetch(ids, COLUMNS)
+        rows = {row.id: row for row in rows_of(batch)} if batch is not None else {}
+        self._count(rows.values())
+        normalise = self._algorithm.normalise
+        if self._ranks.world == 1:
+            yield from micro_batches(list(rows.values()), self._config.micro_batch_tokens, normalise)
+        else:
+            for part in mine:
+                yield micro_batch((rows[id] for id in part if rows[id].has_signal), normalise)
+
+    def _count(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            lag = self.lag(row)
+            self._tally.add(
+                rows=1,
+                weight=row_weight(row, self._algorithm.normalise, self._algorithm.normalise_length),
+                sampled_tokens=row.sampled,
+                tokens=len(row.tokens),
+                reward=row.reward,
+                lag=lag,
+                signal_rows=row.has_signal,
+                empty_rows=row.sampled == 0,
+            )
+            self._tally.highest(lag_max=lag, tokens_max=len(row.tokens))
+
+    def lag(self, row: Row) -> int:
+        """Steps taken when the row is trained, minus the step of the oldest version that sampled in it.
+
+        0 for a row that nothing was sampled in, and for one from a step that a resumed run has not reached again.
+        """
+        oldest = min((self._step_of(span.version, row.id) for span in row.spans), default=self._step - 1)
+        return max(0, self._step - 1 - oldest)
+
+    def _step_of(self, version: int, row: int) -> int:
+        if version not in self._steps:
+            self._steps = {known.id: known.step for known in self._queue.versions()}
+        if version not in self._steps:
+            raise SchemaError(f"row {row}: versions: expected versions that were begun, got {version}")
+        return self._steps[version]
+
+    def _check_deadline(self, last_row: float) -> None:
+        waited = self._clock() - last_row
+        if self._ranks.leads and waited > self._config.wait_seconds:
+            what = f"rows of step {self._step} ({len(self._taken)} of {self._config.rows_per_step} are there)"
+            raise DeadlineExceeded.waiting(what, "the queue's stage learn", waited)
+
+    def _give_up(self) -> None:
+        self.stopped = True
+        for lease in self._leases:
+            self._queue.release(lease, reason=f"the learner stops before step {self._step} is whole")

@@ -1,0 +1,1 @@
+"""Producers: rollout workers, the engines that sample for them, routing, and receiving weights."""

@@ -1,0 +1,99 @@
+"""What can be configured about rollouts and engines. Light: imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from streamrl_queue.errors import ConfigError
+
+
+def _require(holds: bool, field: str, expected: str, got: object) -> None:
+    if not holds:
+        raise ConfigError(f"{field}: expected {expected}, got {got!r}")
+
+
+class EmbeddedEngine(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="embedded"
+):
+    """streamrl's own sampler on torch: Qwen2 and Llama architectures, one process per engine."""
+
+    count: int = 1
+    """Engine processes."""
+    slots: int = 128
+    """Requests decoded at the same time by one engine; a slot also keeps the prefix of a session between turns."""
+    max_tokens: int = 2048
+    """Context length of one slot, in tokens (prompt and answer together)."""
+    step_tokens: int = 2048
+    """Most tokens forwarded in one step; longer prompts are read in several. At least `slots`."""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """What running requests do when weights change: `recompute` their KV cache, or `keep` the one of the older
+    weights and record it as `context_version`. Prefixes of sessions between two turns are forgotten either way."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and KV cache. Log-probabilities are always computed in float32."""
+    threads: int = 1
+    """torch threads of one engine. Two threads on two shared cores are slower than one."""
+    device: str = "cpu"
+    """torch device, as in `cpu` or `cuda:0`."""
+
+    def __post_init__(self) -> None:
+        for name in ("count", "slots", "max_tokens", "threads"):
+            _require(getattr(self, name) >= 1, f"engine.{name}", "at least 1", getattr(self, name))
+        _require(
+            self.step_tokens >= self.slots,
+            "engine.step_tokens",
+            f"at least engine.slots ({self.slots}), one token for each running request",
+            self.step_tokens,
+        )
+
+
+class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How episodes are played: limits, sampling, concurrency."""
+
+    concurrency: int = 64
+    """Episodes played at the same time by one producer."""
+    temperature: float = 1.0
+    """Sampling temperature of training episodes; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus: sample from the smallest set of tokens with at least this probability. 1 is off."""
+    top_k: int = 0
+    """Sample from the `top_k` most probable tokens. 0 is off."""
+    eval_temperature: float = 0.0
+    """Sampling temperature of evaluation episodes (split `eval`), which use neither `top_p` nor `top_k`."""
+    max_turns: int = 8
+    """Most assistant turns of one episode."""
+    max_turn_tokens: int = 256
+    """Most tokens sampled in one assistant turn."""
+    max_tokens: int = 2048
+    """Most tokens of one row: prompt, tool texts and answers together."""
+    turn_seconds: float = 120.0
+    """Deadline of one assistant turn, in seconds. Waiting for an engine counts."""
+    tool_seconds: float = 30.0
+    """Deadline of one call into the environment (tool, reset, reward), in seconds."""
+    episode_seconds: float = 600.0
+    """Deadline of one episode, in seconds; also how long a rollout lease is worked on."""
+    slice_tokens: int = 512
+    """Most tokens asked from an engine in one request. A longer turn is sampled in slices, so that a dying engine
+    costs at most one slice; the engine keeps the session's KV cache between them."""
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "max_turns", "max_turn_tokens", "max_tokens", "slice_tokens"):
+            _require(getattr(self, name) >= 1, f"rollout.{name}", "at least 1", getattr(self, name))
+        for name in ("turn_seconds", "tool_seconds", "episode_seconds"):
+            _require(getattr(self, name) > 0, f"rollout.{name}", "more than 0 seconds", getattr(self, name))
+        for name in ("temperature", "eval_temperature", "top_k"):
+            _require(getattr(self, name) >= 0, f"rollout.{name}", "0 or more", getattr(self, name))
+        _require(0 < self.top_p <= 1, "rollout.top_p", "more than 0 and at most 1", self.top_p)
+        _require(
+            self.max_turn_tokens <= self.max_tokens,
+            "rollout.max_turn_tokens",
+            f"at most rollout.max_tokens ({self.max_tokens})",
+            self.max_turn_tokens,
+        )
+
+    def sampling(self, split: str) -> dict[str, float]:
+        """What the log-probs of a row of `split` mean: recorded in its `sampling` column."""
+        if split == "eval":
+            return {"temperature": self.eval_temperature, "top_p": 1.0, "top_k": 0.0}
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": float(self.top_k)}

@@ -1,0 +1,1 @@
+"""Inference engines behind one protocol, and the client that routes requests to them."""

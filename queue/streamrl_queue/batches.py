@@ -1,0 +1,135 @@
+"""Record batches as bytes, and the columns of a lease put together from the records they lie in.
+
+A reply carries *parts*: each is one Arrow stream with some lines of one record, and says which of the reply's rows
+they belong to. `assemble` puts them side by side and in order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from .errors import SchemaError
+from .schema import KEY_COLUMNS
+from .state import TASK, Row
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Lines of the reply's payload bytes `[start, start + length)`: line i belongs to the reply's row `rows[i]`."""
+
+    stage: str
+    rows: tuple[int, ...]
+    start: int
+    length: int
+
+
+class RowKeys(msgspec.Struct, frozen=True, array_like=True):
+    """The key columns of one row of a reply, and its length in tokens (0 when not known)."""
+
+    row: int
+    group: int
+    member: int
+    attempt: int
+    split: str
+    tokens: int
+
+
+def encode(batch: pa.RecordBatch) -> pa.Buffer:
+    """The batch as one contiguous Arrow stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue()
+
+
+def decode(data: bytes | bytearray | memoryview, where: str) -> pa.RecordBatch:
+    """One batch from an Arrow stream, checked in full before anybody touches it.
+
+    Raises:
+        SchemaError: not an Arrow stream of one batch, or one with damaged offsets.
+    """
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
+            batch = reader.read_next_batch()
+        batch.validate(full=True)
+    except (pa.ArrowInvalid, OSError, StopIteration) as error:
+        raise SchemaError(f"{where}: expected one Arrow record batch, got {error or 'an empty stream'}") from error
+    return batch
+
+
+def gather(
+    rows: Sequence[Row],
+    columns: Iterable[str],
+    writer: Callable[[str], str],
+    payload: Callable[[int], memoryview],
+) -> tuple[tuple[Part, ...], bytes]:
+    """Collect columns of rows from the records they lie in.
+
+    Args:
+        rows: the rows, in the order of the reply.
+        columns: wanted column names; `*` stands for all task columns.
+        writer: the stage that writes a column.
+        payload: the bytes of a record.
+
+    Returns:
+        The parts, and their bytes end to end.
+    """
+    by_stage: defaultdict[str, list[str]] = defaultdict(list)
+    for column in columns:
+        by_stage[TASK if column == "*" else writer(column)].append(column)
+    parts: list[Part] = []
+    pieces: list[memoryview | pa.Buffer] = []
+    start = 0
+    for stage, names in by_stage.items():
+        records: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for position, row in enumerate(rows):
+            if stage not in row.places:
+                raise SchemaError(f"row {row.id} has no column {names[0]}: its stage {stage} is not done")
+            place = row.places[stage]
+            records[place.record].append((position, place.line))
+        for record, lines in records.items():
+            piece = _select(payload(record), [line for _, line in lines], names)
+            parts.append(Part(stage, tuple(position for position, _ in lines), start, len(memoryview(piece))))
+            pieces.append(piece)
+            start += parts[-1].length
+    return tuple(parts), b"".join(pieces)
+
+
+def _select(data: memoryview, lines: Sequence[int], names: Sequence[str]) -> memoryview | pa.Buffer:
+    """The bytes of some lines and columns of one record: as they lie there when all are wanted."""
+    with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
+        batch = reader.read_next_batch()
+    wanted = [n for n in batch.schema.names if n != "row"] if "*" in names else list(names)
+    everything = len(wanted) == len(batch.schema.names) and list(lines) == list(range(len(batch)))
+    if everything:
+        return data
+    if missing := [name for name in wanted if name not in batch.schema.names]:
+        raise SchemaError(f"no column {', '.join(missing)}; the row has {', '.join(batch.schema.names)}")
+    batch = batch.select(wanted)
+    run = list(lines) == list(range(lines[0], lines[0] + len(lines)))
+    return encode(batch.slice(lines[0], len(lines)) if run else batch.take(pa.array(lines)))
+
+
+def assemble(keys: Sequence[RowKeys], parts: Sequence[Part], payload: memoryview) -> pa.RecordBatch:
+    """One batch with the key columns and all columns of the parts, in the order of `keys`."""
+    columns: dict[str, pa.Array] = {
+        field.name: pa.array([getattr(key, field.name) for key in keys], field.type) for field in KEY_COLUMNS
+    }
+    by_stage: defaultdict[str, list[Part]] = defaultdict(list)
+    for part in parts:
+        by_stage[part.stage].append(part)
+    for stage, pieces in by_stage.items():
+        batches = [decode(payload[p.start : p.start + p.length], f"columns of {stage or 'the task'}") for p in pieces]
+        table = pa.Table.from_batches(batches).combine_chunks()
+        order = np.argsort([position for piece in pieces for position in piece.rows])
+        if not np.array_equal(order, np.arange(len(order))):
+            table = table.take(pa.array(order))
+        for name in table.schema.names:
+            if name != "row":
+                columns[name] = table.column(name).combine_chunks() if len(table) else table.column(name)
+    arrays = [c.chunk(0) if isinstance(c, pa.ChunkedArray) and c.num_chunks else c for c in columns.values()]
+    return pa.RecordBatch.from_arrays(arrays, names=list(columns))

@@ -1,0 +1,520 @@
+"""The broker: one loop that turns requests into events, journals them, and answers.
+
+    sockets ──► wire ──► decide (rows) ──► journal ──► apply ──► replies
+                             ▲                           │
+                             └── waiting requests ◄──────┘
+
+A request that must wait (for rows, for room, for members) is kept with its deadline and looked at again when the
+state it waits for has changed; it never holds up another.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import trio
+
+from . import messages as m
+from . import wire
+from .batches import RowKeys, decode, gather
+from .config import Durability, Flow
+from .errors import ProtocolError, QueueFull, SchemaError, StreamRLError
+from .events import Event
+from .journal import Journal
+from .nursery import open_nursery
+from .rows import Rows
+from .rpc import Forget
+from .schema import check
+from .sessions import Sessions
+from .state import Row
+from .transport import Buffer, Router
+
+log = logging.getLogger(__name__)
+
+# Messages taken in before replies go out: enough to share one fsync, few enough to answer soon.
+BATCH: Final = 64
+# Replies kept per session for requests that are sent again.
+REMEMBERED: Final = 64
+
+_decode_request = msgspec.msgpack.Decoder(m.Request | Forget).decode
+
+
+class Asked(NamedTuple):
+    """One request and where its reply goes."""
+
+    peer: bytes
+    session: str
+    id: int
+    request: Any
+    payload: Buffer
+    deadline: float
+
+
+class Broker:
+    """Serves one queue. Open it with `open_broker`."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        journal: Journal,
+        router: Router,
+        *,
+        key: bytes | None = None,
+        clock: Callable[[], float] = trio.current_time,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.rows = Rows(flow)
+        self.sessions = Sessions(flow.session_seconds)
+        self.address = router.address
+        self._journal = journal
+        self._router = router
+        self._key = key
+        self._clock = clock
+        self._wall = wall
+        self._waiting: list[Asked] = []
+        self._outbox: list[list[Buffer]] = []
+        self._unsynced = False
+        self._remembered: defaultdict[str, OrderedDict[int, tuple[msgspec.Struct, Buffer | None]]] = defaultdict(
+            OrderedDict
+        )
+        self._seen_epoch = 0
+        self.protocol_errors = 0
+        self._handlers: dict[type, Callable[[Asked], msgspec.Struct | tuple[msgspec.Struct, Buffer] | None]] = {
+            m.Hello: self._hello,
+            m.Heartbeat: self._heartbeat,
+            m.Bye: self._bye,
+            m.EndSession: self._end_session,
+            m.Announce: self._announce,
+            m.Fence: self._fence,
+            m.Members: self._members,
+            m.PutTasks: self._put,
+            m.LeaseRows: self._lease,
+            m.Fetch: self._fetch,
+            m.WriteColumns: self._write,
+            m.Extend: self._extend,
+            m.Release: self._release,
+            m.Drop: self._drop,
+            m.DropUnfinished: self._drop_unfinished,
+            m.BeginVersion: self._begin_version,
+            m.CommitVersion: self._commit_version,
+            m.ListVersions: self._versions,
+            m.CommitStep: self._commit,
+            m.Retire: self._retire,
+            m.Reconcile: self._reconcile,
+            m.GetStatistics: self._statistics,
+        }
+
+    def recover(self) -> int:
+        """Fold the journal; returns how many events there were. Leases and sessions get their full time anew."""
+        events = 0
+        now = self._clock()
+        for event, record in self._journal.recover():
+            self.rows.apply(event, now=now, record=record)
+            events += 1
+        for lease in self.rows.leases.values():
+            self.sessions.expect(now, lease.session)
+        return events
+
+    async def serve(self) -> None:
+        """Answer until cancelled.
+
+        Consumes requests; produces events in the journal and replies; waits for the next message or the next
+        deadline of a lease, a session or a waiting request; unblocked by its sockets and the clock.
+        """
+        while True:
+            with trio.move_on_at(self._next_deadline()):
+                self._take(await self._router.recv())
+            for _ in range(BATCH):
+                if (frames := self._router.try_recv()) is None:
+                    break
+                self._take(frames)
+            self._tick(self._clock())
+            self._look_again()
+            await self._answer()
+
+    def _take(self, frames: list[Buffer]) -> None:
+        """Check, decode and handle one message. What is not ours is dropped, with a word in the log."""
+        peer, *message = bytes(frames[0]), *frames[1:]
+        try:
+            envelope, payload = wire.unseal(message, self._key)
+            request = _decode_request(envelope.body)
+        except (ProtocolError, msgspec.MsgspecError) as error:
+            self.protocol_errors += 1
+            # The first, the second, the fourth, …: a flood must not fill the disk.
+            if self.protocol_errors & (self.protocol_errors - 1) == 0:
+                log.warning(
+                    "dropped message %d of its kind, peer %s: %s", self.protocol_errors, bytes(peer).hex(), error
+                )
+            return
+        if isinstance(request, Forget):
+            key = envelope.session, envelope.id
+            self._waiting = [asked for asked in self._waiting if (asked.session, asked.id) != key]
+            return
+        wait = getattr(request, "wait", 0.0)
+        asked = Asked(peer, envelope.session, envelope.id, request, payload or b"", self._clock() + wait)
+        if (known := self._remembered[asked.session].get(asked.id)) is not None:
+            self._reply(asked, known)
+        elif not self._is_waiting(asked):
+            self._handle(asked)
+
+    def _is_waiting(self, asked: Asked) -> bool:
+        """Whether this request is a repetition of one that waits; then its reply goes to the new peer."""
+        for i, other in enumerate(self._waiting):
+            if other.session == asked.session and other.id == asked.id:
+                self._waiting[i] = other._replace(peer=asked.peer)
+                return True
+        return False
+
+    def _handle(self, asked: Asked) -> bool:
+        """Answer the request, or keep it waiting; tells whether it was answered."""
+        try:
+            if not isinstance(asked.request, m.Hello):
+                self.sessions.require(asked.session)
+            answer = self._handlers[type(asked.request)](asked)
+        except StreamRLError as error:
+            answer = wire.Refused(type(error).__name__, str(error))
+        if answer is None:
+            if asked not in self._waiting:
+                self._waiting.append(asked)
+            return False
+        reply = answer if isinstance(answer, tuple) else (answer, None)
+        if not isinstance(asked.request, m.Heartbeat | m.GetStatistics):
+            remembered = self._remembered[asked.session]
+            remembered[asked.id] = reply
+            if len(remembered) > REMEMBERED:
+                remembered.popitem(last=False)
+        self._reply(asked, reply)
+        return True
+
+    def _reply(self, asked: Asked, reply: tuple[msgspec.Struct, Buffer | None]) -> None:
+        try:
+            frames = wire.seal(asked.session, asked.id, *reply, self._key)
+        except StreamRLError as error:
+            refused = wire.Refused(type(error).__name__, str(error))
+            frames = wire.seal(asked.session, asked.id, refused, None, self._key)
+        self._outbox.append([asked.peer, *frames])
+
+    async def _answer(self) -> None:
+        """Send the replies, after what they promise is true."""
+        if self._unsynced:
+            self._unsynced = False
+            await trio.to_thread.run_sync(self._journal.sync)
+        outbox, self._outbox = self._outbox, []
+        for frames in outbox:
+            # A peer that is gone or does not keep up asks again.
+            self._router.send(frames)
+
+    def _record(self, event: Event | None, payload: Buffer = b"", *, sync: bool = False) -> None:
+        """Journal an event and fold it into the state."""
+        if event is None:
+            return
+        record = self._journal.append(event, payload)
+        self.rows.apply(event, now=self._clock(), record=record)
+        self._unsynced |= sync or self._journal.durability == "fsync"
+
+    # -- time
+
+    def _next_deadline(self) -> float:
+        waiting = min((asked.deadline for asked in self._waiting), default=float("inf"))
+        lease = self.rows.next_deadline()
+        return min(waiting, self.sessions.next_deadline(), lease if lease is not None else float("inf"))
+
+    def _tick(self, now: float) -> None:
+        """End what has run out: leases, sessions."""
+        for ended in list(self.rows.expire(now, self._wall())):
+            lease = self.rows.leases[ended.lease]
+            log.warning("lease %d of %s ran out: %d rows requeued", lease.id, lease.stage, len(ended.rows))
+            self._record(ended)
+        for session in self.sessions.late(now):
+            seconds = self.sessions.session_seconds
+            self._lose(session, f"no heartbeat for {seconds:.1f} s")
+
+    def _lose(self, session: str, reason: str) -> int:
+        """A process is gone: its leases end."""
+        ends = self.rows.end_session(self._wall(), session, reason)
+        rows = sum(len(ended.rows) for ended in ends)
+        log.warning("%s lost: %s; %d rows requeued", self.sessions.name(session), reason, rows)
+        for ended in ends:
+            self._record(ended)
+        self.sessions.end(session)
+        self._remembered.pop(session, None)
+        self._waiting = [asked for asked in self._waiting if asked.session != session]
+        return rows
+
+    def _look_again(self) -> None:
+        """Try waiting requests whose state may have changed, in order of arrival."""
+        now = self._clock()
+        touched = self.rows.touched
+        self.rows.touched = set()
+        moved = self.sessions.epoch != self._seen_epoch
+        self._seen_epoch = self.sessions.epoch
+        for asked in list(self._waiting):
+            late = asked.deadline <= now
+            match asked.request:
+                case m.LeaseRows(stage=stage):
+                    worth = stage in touched
+                case m.PutTasks():
+                    worth = self.rows.room() > 0
+                case _:
+                    worth = moved
+            if (worth or late) and self._handle(asked):
+                self._waiting.remove(asked)
+
+    def _is_late(self, asked: Asked) -> bool:
+        return asked.deadline <= self._clock()
+
+    # -- sessions
+
+    def _hello(self, asked: Asked) -> m.Welcome:
+        self.sessions.open(self._clock(), self._wall(), asked.session, asked.request)
+        return m.Welcome(self.sessions.session_seconds)
+
+    def _heartbeat(self, asked: Asked) -> m.Number:
+        self.sessions.beat(self._clock(), asked.session, asked.request)
+        return m.Number(self.sessions.epoch)
+
+    def _bye(self, asked: Asked) -> m.Number:
+        rows = 0
+        for ended in self.rows.end_session(self._wall(), asked.session, "its holder left"):
+            rows += len(ended.rows)
+            self._record(ended)
+        self.sessions.end(asked.session)
+        return m.Number(rows)
+
+    def _end_session(self, asked: Asked) -> m.Number:
+        sessions = self.sessions.named(asked.request.name)
+        return m.Number(sum(self._lose(session, "its process ended") for session in sessions))
+
+    def _announce(self, asked: Asked) -> m.Number:
+        self.sessions.announce(asked.session, asked.request)
+        return m.Number(self.sessions.epoch)
+
+    def _fence(self, asked: Asked) -> m.Number:
+        log.warning("%s is fenced: %s", self.sessions.name(asked.request.session), asked.request.reason)
+        self.sessions.fence(asked.request.session)
+        return m.Number(self.sessions.epoch)
+
+    def _members(self, asked: Asked) -> m.Membership | None:
+        if self.sessions.epoch > asked.request.after or self._is_late(asked):
+            return self.sessions.membership(asked.request.role)
+        return None
+
+    # -- rows
+
+    def _put(self, asked: Asked) -> m.Receipt | None:
+        ask: m.PutTasks = asked.request
+        if len(ask.keys) * ask.members > self.rows.flow.waiting_rows:
+            raise QueueFull(
+                f"put of {len(ask.keys) * ask.members} rows can never fit: queue.waiting_rows is "
+                f"{self.rows.flow.waiting_rows}; put fewer at once"
+            )
+        batch = decode(asked.payload, "put")
+        if len(batch) != len(ask.keys):
+            raise SchemaError(f"put: expected one key per line, got {len(ask.keys)} keys for {len(batch)} lines")
+        check(batch, (), "put")
+        envs = batch.column("env").to_pylist() if "env" in batch.schema.names else [""] * len(batch)
+        event, rows, duplicates = self.rows.put(
+            self._wall(),
+            ask.keys,
+            envs,
+            members=ask.members,
+            split=ask.split,
+            priority=ask.priority,
+            sources=ask.sources,
+        )
+        if event is not None and len(event.lines) * ask.members > self.rows.room():
+            if not self._is_late(asked):
+                return None
+            limit = self.rows.flow.waiting_rows
+            raise QueueFull(
+                f"{limit - self.rows.room()} of {limit} rows wait to be rolled out (queue.waiting_rows), "
+                f"and {ask.wait:.1f} s made no room for {len(event.lines) * ask.members} more"
+            )
+        self._record(event, asked.payload)
+        return m.Receipt(rows, duplicates, self._journal.durability)
+
+    def _lease(self, asked: Asked) -> tuple[msgspec.Struct, Buffer] | m.Grant | None:
+        ask: m.LeaseRows = asked.request
+        if (before := self.rows.granted(asked.session, asked.id)) is not None:
+            return self._grant(before.id, sorted(before.rows), ask)
+        late = self._is_late(asked)
+        events = self.rows.lease(
+            self._wall(),
+            asked.session,
+            ask.stage,
+            rows=ask.rows,
+            at_least=1 if late else ask.at_least,
+            env=ask.env,
+            step=ask.step,
+            request=asked.id,
+        )
+        lease = 0
+        rows: Sequence[int] = ()
+        for event in events:
+            self._record(event)
+            lease, rows = getattr(event, "lease", 0), event.rows if hasattr(event, "lease") else ()  # type: ignore[union-attr]
+        if lease:
+            return self._grant(lease, rows, ask)
+        return m.Grant(0, ask.stage, (), None, 0, 0, ()) if late else None
+
+    def _grant(self, lease: int, ids: Sequence[int], ask: m.LeaseRows) -> tuple[msgspec.Struct, Buffer]:
+        stage = self.rows.stage(ask.stage)
+        rows = [self.rows.rows[id] for id in ids]
+        parts, payload = gather(rows, self._wanted(ask.columns or stage.reads), self._column_stage, self._payload)
+        if not ask.payload:
+            parts, payload = (), b""
+        version = self.rows.version
+        keys = tuple(self._keys(row, stage.name) for row in rows)
+        step = self.rows.version_step(version)
+        return m.Grant(lease, stage.name, keys, stage.seconds, version, step, parts), payload
+
+    def _fetch(self, asked: Asked) -> tuple[msgspec.Struct, Buffer]:
+        ask: m.Fetch = asked.request
+        if gone := [id for id in ask.rows if id not in self.rows.rows]:
+            raise SchemaError(f"fetch: rows {gone[:8]} have ended or never were")
+        rows = [self.rows.rows[id] for id in ask.rows]
+        parts, payload = gather(rows, self._wanted(ask.columns), self._column_stage, self._payload)
+        return m.Columns(tuple(self._keys(row, "") for row in rows), parts), payload
+
+    def _write(self, asked: Asked) -> m.Receipt:
+        lease_id = asked.request.lease
+        batch = decode(asked.payload, "write")
+        if "row" not in batch.schema.names:
+            raise SchemaError("write: missing column row, which says whose columns these are")
+        rows = tuple(batch.column("row").to_pylist())
+        if self.rows.written_before(lease_id, rows):
+            return m.Receipt(rows, len(rows), self._journal.durability)
+        lease, _ = self.rows.held(lease_id, asked.session, rows)
+        stage = self.rows.stages[lease.stage]
+        check(batch, stage.writes, f"write to {stage.name}")
+        if foreign := set(batch.schema.names) - {"row", *stage.writes}:
+            raise SchemaError(f"write to {stage.name}: it does not write {', '.join(sorted(foreign))}")
+        event = self.rows.write(self._wall(), asked.session, lease_id, rows, *_tokens_of(batch))
+        self._record(event, asked.payload)
+        return m.Receipt(rows, 0, self._journal.durability)
+
+    def _extend(self, asked: Asked) -> m.Number:
+        self.rows.extend(self._clock(), asked.session, asked.request.lease)
+        return m.Number(asked.request.lease)
+
+    def _release(self, asked: Asked) -> m.Receipt:
+        ask: m.Release = asked.request
+        event = self.rows.release(self._wall(), asked.session, ask.lease, ask.rows, "released", ask.reason)
+        self._record(event)
+        return m.Receipt(event.rows, 0, self._journal.durability)
+
+    def _drop(self, asked: Asked) -> m.Receipt:
+        ask: m.Drop = asked.request
+        event = self.rows.drop(self._wall(), asked.session, ask.lease, ask.rows, ask.reason)
+        self._record(event)
+        return m.Receipt(event.rows, 0, self._journal.durability)
+
+    def _drop_unfinished(self, asked: Asked) -> m.Number:
+        event = self.rows.drop_unfinished(self._wall(), asked.request.split, asked.request.reason)
+        self._record(event)
+        return m.Number(len(event.rows) if event else 0)
+
+    # -- versions and steps
+
+    def _begin_version(self, asked: Asked) -> m.Number:
+        request = f"{asked.session}/{asked.id}"
+        if (before := self.rows.begun(request)) is not None:
+            return m.Number(before.id)
+        event = self.rows.begin_version(self._wall(), asked.request.step, asked.request.parent, request)
+        self._record(event)
+        return m.Number(event.version)
+
+    def _commit_version(self, asked: Asked) -> m.Number:
+        event = self.rows.commit_version(self._wall(), asked.request.version, asked.request.digest)
+        self._record(event, sync=True)
+        return m.Number(asked.request.version)
+
+    def _versions(self, asked: Asked) -> m.Versions:
+        return m.Versions(tuple(self.rows.versions.values()), self.rows.version)
+
+    def _commit(self, asked: Asked) -> m.Receipt:
+        ask: m.CommitStep = asked.request
+        event = self.rows.commit(self._wall(), asked.session, ask.step, ask.rows)
+        self._record(event, sync=True)
+        return m.Receipt(ask.rows, 0 if event else len(ask.rows), "fsync")
+
+    def _retire(self, asked: Asked) -> m.Number:
+        self._record(self.rows.retire(self._wall(), asked.request.through))
+        return m.Number(asked.request.through)
+
+    def _reconcile(self, asked: Asked) -> m.Number:
+        before = self.rows.statistics().trained
+        self._record(self.rows.reconcile(self._wall(), asked.request.step), sync=True)
+        return m.Number(before - self.rows.statistics().trained)
+
+    def _statistics(self, asked: Asked) -> m.Counts:
+        return m.Counts(self.rows.statistics(), self._journal.bytes)
+
+    # -- columns
+
+    def _keys(self, row: Row, stage: str) -> RowKeys:
+        return RowKeys(row.id, row.group.id, row.member, row.attempts.get(stage, 0), row.split, row.tokens)
+
+    def _wanted(self, columns: Sequence[str]) -> tuple[str, ...]:
+        key = set(RowKeys.__struct_fields__)
+        return tuple(column for column in columns if column not in key or column == "tokens")
+
+    def _column_stage(self, column: str) -> str:
+        return self.rows.writer.get(column, "")
+
+    def _payload(self, record: int) -> memoryview:
+        return self._journal.payload(record)
+
+
+def _tokens_of(batch: pa.RecordBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The oldest version (-1: none) and the length of every trajectory in a batch; empty when it has none."""
+    if "tokens" not in batch.schema.names or "versions" not in batch.schema.names:
+        return (), ()
+    lengths = pc.list_value_length(batch.column("tokens")).to_pylist()
+    versions = batch.column("versions")
+    values = versions.flatten().field("version").to_numpy(zero_copy_only=False)
+    counts = pc.list_value_length(versions).to_numpy(zero_copy_only=False)
+    ends = np.cumsum(counts)
+    oldest = (int(values[end - n : end].min()) if n else -1 for end, n in zip(ends, counts, strict=True))
+    return tuple(oldest), tuple(lengths)
+
+
+@asynccontextmanager
+async def open_broker(
+    flow: Flow,
+    directory: Path,
+    *,
+    bind: str = "tcp://127.0.0.1:0",
+    durability: Durability = "flush",
+    segment_bytes: int = 64 << 20,
+    key: bytes | None = None,
+) -> AsyncIterator[Broker]:
+    """A broker that serves until the block is left. `broker.address` tells where.
+
+    Raises:
+        AddressError: the address is taken, or public without a key.
+        JournalError: the journal is damaged, or another broker has it.
+    """
+    journal = Journal(directory, durability=durability, segment_bytes=segment_bytes)
+    try:
+        with Router(bind, key=key) as router:
+            broker = Broker(flow, journal, router, key=key)
+            events = broker.recover()
+            if events:
+                log.info("recovered %d events from %s", events, directory)
+            async with open_nursery() as nursery:
+                nursery.start_soon(broker.serve)
+                yield broker
+                nursery.cancel_scope.cancel()
+    finally:
+        journal.close()

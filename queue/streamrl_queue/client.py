@@ -1,0 +1,327 @@
+"""The queue's client under trio."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, NamedTuple, Self
+
+import msgspec
+import pyarrow as pa
+import trio
+
+from . import messages as m
+from .batches import RowKeys, assemble, encode
+from .errors import DeadlineExceeded, SessionLost
+from .nursery import open_nursery
+from .rpc import RpcClient
+from .schema import Task, check, task_batch
+from .state import Statistics, Version
+from .transport import Dealer
+
+log = logging.getLogger(__name__)
+
+# A session survives two lost heartbeats; more often than this tells nobody anything.
+HEARTBEATS_PER_SESSION: Final = 3
+MOST_HEARTBEAT_SECONDS: Final = 1.0
+# Every request may be repeated without harm, so one whose reply is lost (the broker restarts) is sent again.
+RESEND_SECONDS: Final = 2.0
+# How long a broker may be away before its clients give up.
+PATIENCE_SECONDS: Final = 60.0
+# At the end of a session, how long to wait for the broker to hear of it.
+BYE_SECONDS: Final = 1.0
+
+
+class Lease(NamedTuple):
+    """Rows of one stage that this session holds.
+
+    `seconds` is the time until the lease ends without `extend` (None: it lives with the session). `version` is the
+    policy version in force at the grant, made after `version_step` optimizer steps. `batch` has the key columns and
+    the stage's columns in the order of `rows`; None when the lease was asked for without its payload.
+    """
+
+    id: int
+    stage: str
+    rows: tuple[RowKeys, ...]
+    seconds: float | None
+    version: int
+    version_step: int
+    batch: pa.RecordBatch | None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(row.row for row in self.rows)
+
+
+class TransferQueue:
+    """A session at a broker. Open it with `connect`; share it between tasks."""
+
+    def __init__(self, rpc: RpcClient, session: str, hello: m.Hello, address: str) -> None:
+        self.session = session
+        self.address = address
+        self._rpc = rpc
+        self._hello = hello
+        self._activity = "starts"
+        self._since = time.time()
+        self._gauges: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<TransferQueue {self._hello.name} at {self.address}: {self._activity}>"
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(
+        cls,
+        address: str,
+        *,
+        key: bytes | None = None,
+        role: str = "client",
+        name: str | None = None,
+        endpoint: str | None = None,
+        deadline: float = 10.0,
+    ) -> AsyncIterator[Self]:
+        """A session that lives, by heartbeat, as long as the block.
+
+        Args:
+            address: where the broker listens.
+            key: the queue's key, 32 bytes.
+            role: what this process is, for `members`.
+            name: what this process is called; by default role and process id.
+            endpoint: where this process itself listens, for `members`.
+            deadline: seconds to wait for the broker.
+
+        Raises:
+            DeadlineExceeded: nobody answers at `address` (or the key is another one: such messages are dropped).
+        """
+        session = os.urandom(8).hex()
+        hello = m.Hello(name or f"{role}-{os.getpid()}", role, endpoint)
+        with Dealer(address) as dealer:
+            rpc = RpcClient(dealer, m.Reply, key, session)
+            async with open_nursery() as nursery:
+                nursery.start_soon(rpc.receive)
+                queue = cls(rpc, session, hello, address)
+                source = f"the queue at {address}"
+                welcome: m.Welcome = await rpc.call(hello, deadline=deadline, resend=RESEND_SECONDS, source=source)
+                nursery.start_soon(queue._beat, welcome.session_seconds / HEARTBEATS_PER_SESSION)
+                try:
+                    yield queue
+                finally:
+                    await queue._leave()
+                    nursery.cancel_scope.cancel()
+
+    async def _leave(self) -> None:
+        if trio.current_effective_deadline() <= trio.current_time():
+            # Cancelled: nobody reads replies any more.
+            self._rpc.tell(m.Bye())
+            return
+        with trio.move_on_after(BYE_SECONDS, shield=True):
+            try:
+                await self._rpc.call(m.Bye(), deadline=BYE_SECONDS, source="the queue")
+            except (DeadlineExceeded, SessionLost) as error:
+                log.debug("left without a goodbye: %s", error)
+
+    async def _beat(self, seconds: float) -> None:
+        """Consumes what `report` says; produces heartbeats; waits for and is unblocked by the clock."""
+        while True:
+            await self._ask(m.Heartbeat(self._activity, self._since, dict(self._gauges)))
+            await trio.sleep(min(seconds, MOST_HEARTBEAT_SECONDS))
+
+    async def _ask(self, request: msgspec.Struct, wait: float = 0.0) -> Any:
+        reply, _ = await self._exchange(request, None, wait)
+        return reply
+
+    async def _exchange(self, request: msgspec.Struct, payload: Any, wait: float = 0.0) -> tuple[Any, Any]:
+        """Ask, and ask again after a broker restart or a lost session."""
+        source = f"the queue at {self.address}"
+        deadline = trio.current_time() + wait + PATIENCE_SECONDS
+        while True:
+            left = deadline - trio.current_time()
+            try:
+                return await self._rpc.exchange(request, payload, deadline=left, resend=RESEND_SECONDS, source=source)
+            except SessionLost as error:
+                log.warning("%s; opening it again", error)
+                await self._rpc.call(self._hello, deadline=left, resend=RESEND_SECONDS, source=source)
+
+    # -- about this process
+
+    def report(self, activity: str | None = None, **gauges: float) -> None:
+        """Say what this process does or waits for, and show numbers; both go out with the next heartbeat."""
+        if activity is not None and activity != self._activity:
+            self._activity, self._since = activity, time.time()
+        self._gauges.update(gauges)
+
+    async def announce(self, *, ready: bool, version: int | None = None) -> None:
+        """For engines: whether requests may be routed here, and which version answers them."""
+        self._hello = msgspec.structs.replace(self._hello, ready=ready, version=version)
+        await self._ask(m.Announce(ready, version))
+
+    async def members(self, role: str | None = None, *, after: int = -1, wait: float = 0.0) -> m.Membership:
+        """Who is at the queue. Returns when the epoch is past `after`, or after `wait` seconds."""
+        reply: m.Membership = await self._ask(m.Members(role, after, wait), wait)
+        return reply
+
+    async def fence(self, session: str, reason: str) -> None:
+        """Keep requests away from that session's engine until it announces itself again."""
+        await self._ask(m.Fence(session, reason))
+
+    async def end_session(self, name: str) -> int:
+        """For supervisors: the process of that name is gone. Returns how many rows it held."""
+        reply: m.Number = await self._ask(m.EndSession(name))
+        return reply.value
+
+    # -- rows
+
+    async def put(
+        self,
+        batch: pa.RecordBatch | Sequence[Task],
+        *,
+        keys: Sequence[str] | None = None,
+        members: int = 1,
+        split: str = "train",
+        priority: int = 0,
+        wait: float = 30.0,
+    ) -> m.Receipt:
+        """Every line of `batch` becomes one group of `members` rows; blocks while the queue is full.
+
+        Args:
+            batch: tasks, or a record batch of any columns.
+            keys: one per line, unique for ever: a repeated key makes no second group. Tasks bring their own; for a
+                record batch the default is random, so that only a resend of this very call is recognised.
+            members: rows per group.
+            split: `train` or `eval`.
+            priority: higher goes first.
+            wait: seconds to wait for room.
+
+        Raises:
+            QueueFull: no room within `wait`; nothing was stored.
+            SchemaError: the columns do not fit.
+        """
+        sources: dict[str, int] = {}
+        if not isinstance(batch, pa.RecordBatch):
+            keys = keys or [task.key if split == "train" else f"{split}/{task.key}" for task in batch]
+            for task in batch if split == "train" else ():
+                sources[task.source] = max(task.index + 1, sources.get(task.source, 0))
+            batch = task_batch(batch)
+        elif keys is None:
+            nonce = os.urandom(8).hex()
+            keys = [f"{nonce}/{line}" for line in range(len(batch))]
+        check(batch, (), "put")
+        ask = m.PutTasks(tuple(keys), members, split, priority, sources, wait)
+        receipt, _ = await self._exchange(ask, encode(batch), wait)
+        return receipt  # type: ignore[no-any-return]
+
+    async def lease(
+        self,
+        stage: str,
+        *,
+        rows: int,
+        at_least: int = 1,
+        wait: float = 0.0,
+        where: Mapping[str, str] | None = None,
+        step: int | None = None,
+        payload: bool = True,
+        columns: Sequence[str] | None = None,
+    ) -> Lease | None:
+        """Hold up to `rows` rows that are ready for `stage`; None when there are none within `wait` seconds.
+
+        Args:
+            stage: the stage's name.
+            rows: the most to hand out. A group stage hands out whole groups, at least one.
+            at_least: wait for this many; when `wait` runs out fewer are handed out.
+            wait: seconds.
+            where: `{"env": name}` for the rows of one environment.
+            step: for a stage that trains: the optimizer step these rows will be part of.
+            payload: whether to bring the columns along.
+            columns: which ones; by default those that the stage reads.
+        """
+        if unknown := set(where or ()) - {"env"}:
+            raise ValueError(f"where: expected only 'env', got {', '.join(sorted(unknown))}")
+        env = (where or {}).get("env")
+        ask = m.LeaseRows(stage, rows, at_least, wait, env, step, payload, tuple(columns) if columns else None)
+        grant, data = await self._exchange(ask, None, wait)
+        if not grant.rows:
+            return None
+        batch = assemble(grant.rows, grant.parts, memoryview(data or b"")) if payload else None
+        return Lease(grant.lease, stage, grant.rows, grant.seconds, grant.version, grant.version_step, batch)
+
+    async def fetch(self, rows: Sequence[int], columns: Sequence[str]) -> pa.RecordBatch:
+        """Columns of rows that another session leased without their payload, in the order of `rows`."""
+        reply, data = await self._exchange(m.Fetch(tuple(rows), tuple(columns)), None)
+        return assemble(reply.rows, reply.parts, memoryview(data or b""))
+
+    async def write(self, lease: Lease | int, batch: pa.RecordBatch) -> m.Receipt:
+        """Fill the stage's columns of the rows that `batch` names in `row`; ends the lease on exactly those.
+
+        Raises:
+            LeaseExpired: somebody else has the rows now; nothing was written.
+            SchemaError: the columns do not fit; the lease goes on.
+        """
+        receipt, _ = await self._exchange(m.WriteColumns(_id(lease)), encode(batch))
+        return receipt  # type: ignore[no-any-return]
+
+    async def extend(self, lease: Lease | int) -> None:
+        """The lease's time starts anew."""
+        await self._ask(m.Extend(_id(lease)))
+
+    async def release(
+        self, lease: Lease | int, rows: Sequence[int] | None = None, *, reason: str = "released"
+    ) -> m.Receipt:
+        """Give rows back unwritten (all of the lease by default); it does not count as a lost delivery."""
+        receipt: m.Receipt = await self._ask(m.Release(_id(lease), _ids(rows), reason))
+        return receipt
+
+    async def drop(self, lease: Lease | int, rows: Sequence[int] | None = None, *, reason: str) -> m.Receipt:
+        """End rows untrained, for a reason that is counted."""
+        receipt: m.Receipt = await self._ask(m.Drop(_id(lease), _ids(rows), reason))
+        return receipt
+
+    async def end_rows(self, reason: str, split: str = "train") -> int:
+        """End every row of `split` that has not ended; returns how many."""
+        reply: m.Number = await self._ask(m.DropUnfinished(split, reason))
+        return reply.value
+
+    # -- versions and steps
+
+    async def begin_version(self, step: int, parent: int | None) -> int:
+        """A fresh version id for the weights after `step` steps. It exists once `commit_version` says so."""
+        reply: m.Number = await self._ask(m.BeginVersion(step, parent))
+        return reply.value
+
+    async def commit_version(self, version: int, digest: str) -> None:
+        """The version exists from here: every engine that is not fenced has proved it. Survives power loss."""
+        await self._ask(m.CommitVersion(version, digest))
+
+    async def versions(self) -> tuple[Version, ...]:
+        """All versions that were ever begun, in order."""
+        reply: m.Versions = await self._ask(m.ListVersions())
+        return reply.versions
+
+    async def commit(self, step: int, rows: Sequence[int]) -> m.Receipt:
+        """These rows, leased for `step` by this session, were trained in it. Survives power loss."""
+        receipt: m.Receipt = await self._ask(m.CommitStep(step, tuple(rows)))
+        return receipt
+
+    async def retire(self, through: int) -> None:
+        """A durable checkpoint covers all steps up to `through`: their rows may go."""
+        await self._ask(m.Retire(through))
+
+    async def reconcile(self, step: int) -> int:
+        """Go on from `step`: rows trained later are ready again; returns how many."""
+        reply: m.Number = await self._ask(m.Reconcile(step))
+        return reply.value
+
+    async def statistics(self) -> Statistics:
+        """Counts of rows by state."""
+        counts: m.Counts = await self._ask(m.GetStatistics())
+        return counts.statistics
+
+
+def _id(lease: Lease | int) -> int:
+    return lease if isinstance(lease, int) else lease.id
+
+
+def _ids(rows: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if rows is None else tuple(rows)

@@ -1,0 +1,178 @@
+"""Settings of the queue, and stages: the data that says which columns a worker reads and which it fills."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .errors import ConfigError
+from .schema import ADVANTAGE_COLUMNS, REWARD_COLUMNS, TRAJECTORY_COLUMNS
+
+Durability = Literal["fsync", "flush", "memory"]
+OnStale = Literal["wait", "drop", "keep"]
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is done to a row: who holds its lease reads some columns and writes others.
+
+    A column that no stage writes is a task column; `*` reads all of those. A row is ready for a stage when the
+    stages that write its `reads` are done. A row whose split has no stage left is done.
+    """
+
+    name: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    unit: Literal["row", "group"] = "row"
+    splits: tuple[str, ...] = ("train",)
+    # Seconds a lease lives without `extend`. None: as long as its holder's session (for learners).
+    seconds: float | None = 60.0
+    # After this many lost deliveries the row is dead.
+    max_deliveries: int = 3
+    # A group with fewer members left alive is dropped.
+    min_members: int = 1
+    # Rows are admitted here, by the staleness bound.
+    admits: bool = False
+    # Rows end here by `commit(step, rows)`, not by a write; leases name their step.
+    trains: bool = False
+
+
+class Admission(msgspec.Struct, frozen=True, kw_only=True):
+    """The staleness bound: see `admission.py`."""
+
+    max_staleness: int
+    rows_per_step: int
+    on_stale: OnStale = "wait"
+
+
+class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The TransferQueue of a run."""
+
+    durability: Durability = "flush"
+    """What an acknowledgement promises: `fsync` survives power loss, `flush` a killed process; with `memory` the
+    journal lies in shared memory and goes with the machine."""
+    max_staleness: int = 2
+    """The most optimizer steps that the learner may be ahead of the oldest token it trains on. 0 is synchronous."""
+    on_stale: OnStale = "wait"
+    """What happens to a row that would pass max_staleness: `wait` holds younger rows back until it is trained,
+    `drop` drops it, `keep` trains it anyway."""
+    waiting_rows: int = 4096
+    """The most rows that wait to be rolled out; above it `put` waits, then raises QueueFull."""
+    rollout_seconds: float = 120.0
+    """Seconds a producer may hold a row without a sign of life for it."""
+    scoring_seconds: float = 60.0
+    """Seconds a reward or advantage worker may hold a row."""
+    max_deliveries: int = 3
+    """After this many lost deliveries to one stage a row is dead."""
+    session_seconds: float = 6.0
+    """Seconds without a heartbeat after which a process counts as gone and its leases end."""
+    segment_mebibytes: int = 64
+    """Size of one journal file in MiB."""
+
+    def __post_init__(self) -> None:
+        for field in (
+            "waiting_rows",
+            "rollout_seconds",
+            "scoring_seconds",
+            "max_deliveries",
+            "session_seconds",
+        ):
+            if getattr(self, field) <= 0:
+                raise ConfigError(f"queue.{field}: expected more than 0, got {getattr(self, field)}")
+        if self.max_staleness < 0:
+            raise ConfigError(f"queue.max_staleness: expected 0 or more, got {self.max_staleness}")
+        if not 1 <= self.segment_mebibytes <= 4096:
+            raise ConfigError(f"queue.segment_mebibytes: expected 1 to 4096, got {self.segment_mebibytes}")
+
+
+class Flow(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the broker must know about the rows it serves."""
+
+    stages: tuple[Stage, ...]
+    admission: Admission | None = None
+    waiting_rows: int = 1 << 20
+    session_seconds: float = 6.0
+
+    def __post_init__(self) -> None:
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"stages: expected distinct names, got {', '.join(names)}")
+        written: dict[str, str] = {}
+        for stage in self.stages:
+            for column in stage.writes:
+                if column in written:
+                    raise ConfigError(f"stages {written[column]} and {stage.name} both write column {column}")
+                written[column] = stage.name
+        if self.admission is None and any(stage.admits for stage in self.stages):
+            raise ConfigError("a stage admits rows but the flow has no admission bound")
+
+
+def training_flow(config: QueueConfig, *, rows_per_step: int, min_group_members: int = 2) -> Flow:
+    """The flow of a training run: rollout → reward → advantage → learn; eval rows end after their reward."""
+    trajectory, reward, advantage = (
+        tuple(schema.names) for schema in (TRAJECTORY_COLUMNS, REWARD_COLUMNS, ADVANTAGE_COLUMNS)
+    )
+    both = ("train", "eval")
+    deliveries = config.max_deliveries
+    return Flow(
+        stages=(
+            Stage(
+                name="rollout",
+                reads=("env", "task", "seed"),
+                writes=trajectory,
+                splits=both,
+                seconds=config.rollout_seconds,
+                max_deliveries=deliveries,
+                admits=True,
+            ),
+            Stage(
+                name="reward",
+                reads=("env", "task", *trajectory),
+                writes=reward,
+                splits=both,
+                seconds=config.scoring_seconds,
+                max_deliveries=deliveries,
+            ),
+            Stage(
+                name="advantage",
+                reads=("reward", "status"),
+                writes=advantage,
+                unit="group",
+                seconds=config.scoring_seconds,
+                max_deliveries=deliveries,
+                min_members=min_group_members,
+            ),
+            Stage(
+                name="learn",
+                reads=(
+                    "tokens",
+                    "mask",
+                    "logprobs",
+                    "versions",
+                    "segments",
+                    "sampling",
+                    "reward",
+                    "advantage",
+                ),
+                seconds=None,
+                max_deliveries=1 << 30,
+                trains=True,
+            ),
+            Stage(
+                name="evaluate",
+                reads=("reward", "status", "turns"),
+                splits=("eval",),
+                seconds=config.scoring_seconds,
+                max_deliveries=deliveries,
+            ),
+        ),
+        admission=Admission(max_staleness=config.max_staleness, rows_per_step=rows_per_step, on_stale=config.on_stale),
+        waiting_rows=config.waiting_rows,
+        session_seconds=config.session_seconds,
+    )
+
+
+def work_flow(*, seconds: float = 60.0, max_deliveries: int = 3) -> Flow:
+    """A flow for the queue alone: rows of any columns pass one stage, `work`, and are done when it is written."""
+    work = Stage(name="work", reads=("*",), splits=("train", "eval"), seconds=seconds, max_deliveries=max_deliveries)
+    return Flow(stages=(work,))

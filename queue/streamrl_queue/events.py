@@ -1,0 +1,118 @@
+"""What happens to rows, as data. The journal is the list of these; the state of the queue is their fold.
+
+`at` is wall-clock time in seconds since the epoch, for people and traces. No decision depends on it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+EndCause = Literal["released", "expired", "session", "fenced"]
+
+
+class Put(msgspec.Struct, frozen=True, tag=True):
+    """Rows are born: payload line `lines[i]` becomes `members` rows of group `first_group + i`, in order."""
+
+    at: float
+    first_row: int
+    first_group: int
+    lines: tuple[int, ...]
+    members: int
+    keys: tuple[str, ...]
+    envs: tuple[str, ...]
+    split: str
+    priority: int
+    sources: dict[str, int]
+
+
+class Granted(msgspec.Struct, frozen=True, tag=True):
+    """A session holds these rows of one stage. Groups in `admitted` count against the staleness bound from now."""
+
+    at: float
+    lease: int
+    stage: str
+    session: str
+    rows: tuple[int, ...]
+    admitted: tuple[int, ...]
+    step: int | None
+    version: int
+    # The session's request, so that asking again after a lost reply gives the same lease.
+    request: int = 0
+
+
+class Written(msgspec.Struct, frozen=True, tag=True):
+    """The stage's columns are filled; payload line i belongs to `rows[i]`.
+
+    `oldest[i]` is the oldest policy version in the row's spans (-1: none), `tokens[i]` its length.
+    """
+
+    at: float
+    lease: int
+    stage: str
+    rows: tuple[int, ...]
+    oldest: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The lease on these rows is over without a write."""
+
+    at: float
+    lease: int
+    rows: tuple[int, ...]
+    cause: EndCause
+    reason: str
+
+
+class Dropped(msgspec.Struct, frozen=True, tag=True):
+    """These rows end untrained, for a reason that is counted."""
+
+    at: float
+    rows: tuple[int, ...]
+    reason: str
+
+
+class VersionBegun(msgspec.Struct, frozen=True, tag=True):
+    """A version id is taken, whether or not the version will ever exist."""
+
+    at: float
+    version: int
+    step: int
+    parent: int | None
+    # Session and number of the request, so that asking again after a lost reply gives the same id.
+    request: str = ""
+
+
+class VersionCommitted(msgspec.Struct, frozen=True, tag=True):
+    """The version exists: every engine that is not fenced has proved it."""
+
+    at: float
+    version: int
+    digest: str
+
+
+class Committed(msgspec.Struct, frozen=True, tag=True):
+    """These rows were trained in this optimizer step."""
+
+    at: float
+    step: int
+    rows: tuple[int, ...]
+
+
+class Retired(msgspec.Struct, frozen=True, tag=True):
+    """A durable checkpoint covers all steps up to `through`; their rows leave."""
+
+    at: float
+    through: int
+
+
+class Reconciled(msgspec.Struct, frozen=True, tag=True):
+    """The learner goes on from `step`: rows trained after it are ready again, older learners hold nothing."""
+
+    at: float
+    step: int
+
+
+Event = Put | Granted | Written | Ended | Dropped | VersionBegun | VersionCommitted | Committed | Retired | Reconciled

@@ -1,0 +1,270 @@
+"""What a client may ask the broker, and what the broker answers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .batches import Part, RowKeys
+from .config import Durability
+from .state import Statistics, Version
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Open the envelope's session, or open it again after the broker restarted."""
+
+    name: str
+    role: str
+    endpoint: str | None = None
+    ready: bool = False
+    version: int | None = None
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The session lives as long as a heartbeat arrives every `session_seconds`."""
+
+    session_seconds: float
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """The session is alive. `activity` says what it does or waits for, in words."""
+
+    activity: str
+    since: float
+    gauges: dict[str, float]
+
+
+class Bye(msgspec.Struct, frozen=True, tag=True):
+    """End the envelope's session now."""
+
+
+class EndSession(msgspec.Struct, frozen=True, tag=True):
+    """The process of that name is gone; end its sessions now. Sent by its supervisor."""
+
+    name: str
+
+
+class Announce(msgspec.Struct, frozen=True, tag=True):
+    """An engine says whether it may be used, and with which version."""
+
+    ready: bool
+    version: int | None
+
+
+class Fence(msgspec.Struct, frozen=True, tag=True):
+    """That session's engine must not be used until it announces itself again."""
+
+    session: str
+    reason: str
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One process at the queue. `since` is when its activity began, in seconds since the epoch."""
+
+    session: str
+    name: str
+    role: str
+    endpoint: str | None
+    ready: bool
+    version: int | None
+    activity: str
+    since: float
+    gauges: dict[str, float]
+
+
+class Members(msgspec.Struct, frozen=True, tag=True):
+    """Who is here: at once when the epoch is past `after`, else when it moves or `wait` seconds are over."""
+
+    role: str | None
+    after: int
+    wait: float
+
+
+class Membership(msgspec.Struct, frozen=True, tag=True):
+    """Who is here. The epoch moves when somebody joins, leaves, announces or is fenced."""
+
+    epoch: int
+    members: tuple[Member, ...]
+
+
+class PutTasks(msgspec.Struct, frozen=True, tag=True):
+    """The payload's lines become groups of `members` rows."""
+
+    keys: tuple[str, ...]
+    members: int
+    split: str
+    priority: int
+    sources: dict[str, int]
+    wait: float
+
+
+class LeaseRows(msgspec.Struct, frozen=True, tag=True):
+    """Hand out up to `rows` rows that are ready for `stage`."""
+
+    stage: str
+    rows: int
+    at_least: int
+    wait: float
+    env: str | None
+    step: int | None
+    payload: bool
+    columns: tuple[str, ...] | None
+
+
+class Grant(msgspec.Struct, frozen=True, tag=True):
+    """Rows of one lease; the payload holds their columns. No rows: nothing was ready in time."""
+
+    lease: int
+    stage: str
+    rows: tuple[RowKeys, ...]
+    seconds: float | None
+    version: int
+    version_step: int
+    parts: tuple[Part, ...]
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True):
+    """Columns of rows that somebody leased without their columns."""
+
+    rows: tuple[int, ...]
+    columns: tuple[str, ...]
+
+
+class Columns(msgspec.Struct, frozen=True, tag=True):
+    """The columns of `rows`, in the payload."""
+
+    rows: tuple[RowKeys, ...]
+    parts: tuple[Part, ...]
+
+
+class WriteColumns(msgspec.Struct, frozen=True, tag=True):
+    """The payload fills the stage's columns of the rows it names."""
+
+    lease: int
+
+
+class Extend(msgspec.Struct, frozen=True, tag=True):
+    """The lease's holder is alive and needs longer."""
+
+    lease: int
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Give rows of a lease back (all of them when `rows` is None)."""
+
+    lease: int
+    rows: tuple[int, ...] | None
+    reason: str
+
+
+class Drop(msgspec.Struct, frozen=True, tag=True):
+    """End rows of a lease untrained."""
+
+    lease: int
+    rows: tuple[int, ...] | None
+    reason: str
+
+
+class DropUnfinished(msgspec.Struct, frozen=True, tag=True):
+    """End every row of a split that has not ended."""
+
+    split: str
+    reason: str
+
+
+class BeginVersion(msgspec.Struct, frozen=True, tag=True):
+    """Take a fresh version id."""
+
+    step: int
+    parent: int | None
+
+
+class CommitVersion(msgspec.Struct, frozen=True, tag=True):
+    """The version is proven on every engine that is not fenced."""
+
+    version: int
+    digest: str
+
+
+class ListVersions(msgspec.Struct, frozen=True, tag=True):
+    """All versions that were ever begun."""
+
+
+class Versions(msgspec.Struct, frozen=True, tag=True):
+    """Versions in the order they were begun; `committed` is the one in force (0: none)."""
+
+    versions: tuple[Version, ...]
+    committed: int
+
+
+class CommitStep(msgspec.Struct, frozen=True, tag=True):
+    """These rows were trained in this step."""
+
+    step: int
+    rows: tuple[int, ...]
+
+
+class Retire(msgspec.Struct, frozen=True, tag=True):
+    """A durable checkpoint covers all steps up to `through`."""
+
+    through: int
+
+
+class Reconcile(msgspec.Struct, frozen=True, tag=True):
+    """The learner goes on from this step."""
+
+    step: int
+
+
+class GetStatistics(msgspec.Struct, frozen=True, tag=True):
+    """Counts of rows by state."""
+
+
+class Counts(msgspec.Struct, frozen=True, tag=True):
+    """Counts of rows by state, and the size of the journal in bytes."""
+
+    statistics: Statistics
+    journal_bytes: int
+
+
+class Receipt(msgspec.Struct, frozen=True, tag=True):
+    """The request took effect, and survives what `durability` promises.
+
+    `rows` are the rows it named or made; `duplicates` of them were there before.
+    """
+
+    rows: tuple[int, ...]
+    duplicates: int
+    durability: Durability
+
+
+class Number(msgspec.Struct, frozen=True, tag=True):
+    """One number: a version id, or how many rows were concerned."""
+
+    value: int
+
+
+Request = (
+    Hello
+    | Heartbeat
+    | Bye
+    | EndSession
+    | Announce
+    | Fence
+    | Members
+    | PutTasks
+    | LeaseRows
+    | Fetch
+    | WriteColumns
+    | Extend
+    | Release
+    | Drop
+    | DropUnfinished
+    | BeginVersion
+    | CommitVersion
+    | ListVersions
+    | CommitStep
+    | Retire
+    | Reconcile
+    | GetStatistics
+)
+Reply = Welcome | Membership | Grant | Columns | Versions | Counts | Receipt | Number

@@ -1,0 +1,183 @@
+"""Requests and replies over ZeroMQ: many calls in flight, each with a deadline.
+
+`RpcClient` matches replies to calls by id. `RpcServer` runs every request in a task of its own; a caller that
+gives up sends `Forget`, which cancels that task.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import trio
+
+from . import wire
+from .errors import DeadlineExceeded, ProtocolError, StreamRLError, from_wire
+from .nursery import open_nursery
+from .transport import Buffer, Dealer, Router
+
+log = logging.getLogger(__name__)
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """The caller of the request with this envelope's id no longer waits for its reply."""
+
+
+class _Call:
+    """One request in flight."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.reply: Any = None
+        self.payload: Buffer | None = None
+
+
+class RpcClient:
+    """Calls to one server. Open it with `connect`; share it between tasks."""
+
+    def __init__(self, dealer: Dealer, reply_type: Any, key: bytes | None, session: str) -> None:
+        self._dealer = dealer
+        self._decode = msgspec.msgpack.Decoder(reply_type | wire.Refused).decode
+        self._key = key
+        self._session = session
+        self._ids = itertools.count(1)
+        self._calls: dict[int, _Call] = {}
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(
+        cls, address: str, reply_type: Any, *, key: bytes | None = None, session: str = ""
+    ) -> AsyncIterator[RpcClient]:
+        """A client whose replies are tagged structs of `reply_type`."""
+        with Dealer(address) as dealer:
+            client = cls(dealer, reply_type, key, session)
+            async with open_nursery() as nursery:
+                nursery.start_soon(client.receive)
+                yield client
+                nursery.cancel_scope.cancel()
+
+    async def call(
+        self, request: msgspec.Struct, *, deadline: float, source: str = "server", resend: float | None = None
+    ) -> Any:
+        """The reply to `request`; see `exchange`."""
+        reply, _ = await self.exchange(request, None, deadline=deadline, source=source, resend=resend)
+        return reply
+
+    async def exchange(
+        self,
+        request: msgspec.Struct,
+        payload: Buffer | None,
+        *,
+        deadline: float,
+        source: str = "server",
+        resend: float | None = None,
+    ) -> tuple[Any, Buffer | None]:
+        """Send `request` and wait at most `deadline` seconds for its reply and the reply's payload.
+
+        An idempotent request may be sent again every `resend` seconds, for a server that restarts in between.
+
+        Raises:
+            DeadlineExceeded: naming the request and `source`.
+            StreamRLError: whatever the server refused with, as the same class.
+        """
+        id = next(self._ids)
+        call = self._calls[id] = _Call()
+        frames = wire.seal(self._session, id, request, payload, self._key)
+        try:
+            with trio.move_on_after(deadline):
+                while not call.done.is_set():
+                    await self._dealer.send(frames)
+                    with trio.move_on_after(resend or deadline):
+                        await call.done.wait()
+        except trio.Cancelled:
+            # A server that cannot be reached has nothing to forget.
+            self._tell(id, Forget())
+            raise
+        finally:
+            del self._calls[id]
+        if not call.done.is_set():
+            raise DeadlineExceeded.waiting(f"the reply to {type(request).__name__}", source, deadline)
+        if isinstance(call.reply, wire.Refused):
+            raise from_wire(call.reply.error, call.reply.message)
+        return call.reply, call.payload
+
+    def tell(self, request: msgspec.Struct) -> bool:
+        """Send `request` without waiting for anything; tells whether it left."""
+        return self._tell(next(self._ids), request)
+
+    def _tell(self, id: int, request: msgspec.Struct) -> bool:
+        return self._dealer.try_send(wire.seal(self._session, id, request, None, self._key))
+
+    async def receive(self) -> None:
+        """Consumes replies; produces wake-ups of the calls they belong to; waits for the socket."""
+        while True:
+            frames = await self._dealer.recv()
+            try:
+                envelope, payload = wire.unseal(frames, self._key)
+                reply = self._decode(envelope.body)
+            except (ProtocolError, msgspec.MsgspecError) as error:
+                log.warning("dropped a message from %s: %s", self._dealer.address, error)
+                continue
+            if call := self._calls.get(envelope.id):
+                call.reply, call.payload = reply, payload
+                call.done.set()
+
+
+Handler = Callable[[str, Any], Awaitable[msgspec.Struct]]
+
+
+class RpcServer:
+    """Answers requests with `handler(peer, request)`. Open it with `bind`."""
+
+    def __init__(self, router: Router, request_type: Any, handler: Handler, key: bytes | None) -> None:
+        self._router = router
+        self._decode = msgspec.msgpack.Decoder(request_type | Forget).decode
+        self._handler = handler
+        self._key = key
+        self._running: dict[tuple[bytes, int], trio.CancelScope] = {}
+        self.address = router.address
+
+    @classmethod
+    @asynccontextmanager
+    async def bind(
+        cls, address: str, request_type: Any, handler: Handler, *, key: bytes | None = None
+    ) -> AsyncIterator[RpcServer]:
+        """A server for tagged structs of `request_type`. A handler's StreamRLError becomes the caller's."""
+        with Router(address, key=key) as router:
+            server = cls(router, request_type, handler, key)
+            async with open_nursery() as nursery:
+                nursery.start_soon(server._receive, nursery)
+                yield server
+                nursery.cancel_scope.cancel()
+
+    async def _receive(self, nursery: trio.Nursery) -> None:
+        """Consumes requests; produces a task for each; waits for the socket."""
+        while True:
+            peer, *frames = await self._router.recv()
+            try:
+                envelope, _ = wire.unseal(frames, self._key)
+                request = self._decode(envelope.body)
+            except (ProtocolError, msgspec.MsgspecError) as error:
+                log.warning("dropped a message at %s: %s", self.address, error)
+                continue
+            call = (bytes(peer), envelope.id)
+            if isinstance(request, Forget):
+                if scope := self._running.get(call):
+                    scope.cancel()
+            elif call not in self._running:
+                nursery.start_soon(self._answer, call, envelope, request)
+
+    async def _answer(self, call: tuple[bytes, int], envelope: wire.Envelope, request: Any) -> None:
+        reply: msgspec.Struct | None = None
+        with trio.CancelScope() as self._running[call]:
+            try:
+                reply = await self._handler(call[0].hex(), request)
+            except StreamRLError as error:
+                reply = wire.Refused(type(error).__name__, str(error))
+        del self._running[call]
+        if reply is not None:
+            self._router.send([call[0], *wire.seal(envelope.session, envelope.id, reply, None, self._key)])

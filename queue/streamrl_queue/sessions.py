@@ -1,0 +1,85 @@
+"""Who is at the queue: sessions that live by heartbeat, and what they say about themselves. Pure.
+
+Sessions are not journaled. After a restart the holders of leases are expected back within `session_seconds`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .errors import SessionLost
+from .messages import Announce, Heartbeat, Hello, Member, Membership
+
+
+class Sessions:
+    """All live sessions, and an epoch that moves when somebody joins, leaves, announces or is fenced."""
+
+    def __init__(self, session_seconds: float) -> None:
+        self.session_seconds = session_seconds
+        self.epoch = 0
+        self._members: dict[str, Member] = {}
+        self._deadlines: dict[str, float] = {}
+
+    def open(self, now: float, at: float, session: str, hello: Hello) -> None:
+        """A process is here, or here again."""
+        self._members[session] = Member(
+            session, hello.name, hello.role, hello.endpoint, hello.ready, hello.version, "starts", at, {}
+        )
+        self._deadlines[session] = now + self.session_seconds
+        self.epoch += 1
+
+    def expect(self, now: float, session: str) -> None:
+        """A session that held leases before a restart: keep them until it is back or late."""
+        self._deadlines.setdefault(session, now + self.session_seconds)
+
+    def require(self, session: str) -> None:
+        """Raise SessionLost unless the session is open."""
+        if session not in self._members:
+            raise SessionLost(f"session {session} is not open here")
+
+    def beat(self, now: float, session: str, beat: Heartbeat) -> None:
+        """A sign of life, with what the process does or waits for."""
+        self._deadlines[session] = now + self.session_seconds
+        self._members[session] = msgspec.structs.replace(
+            self._members[session], activity=beat.activity, since=beat.since, gauges=beat.gauges
+        )
+
+    def announce(self, session: str, message: Announce) -> None:
+        """An engine may be used from now on, or not."""
+        self._set(session, ready=message.ready, version=message.version)
+
+    def fence(self, session: str) -> None:
+        """An engine must not be used until it announces itself again."""
+        if session in self._members:
+            self._set(session, ready=False, version=None)
+
+    def _set(self, session: str, **changes: object) -> None:
+        self._members[session] = msgspec.structs.replace(self._members[session], **changes)
+        self.epoch += 1
+
+    def end(self, session: str) -> None:
+        """The process is gone."""
+        self._deadlines.pop(session, None)
+        if self._members.pop(session, None):
+            self.epoch += 1
+
+    def named(self, name: str) -> list[str]:
+        """The sessions of the process of that name."""
+        return [session for session, member in self._members.items() if member.name == name]
+
+    def name(self, session: str) -> str:
+        """What to call a session in a message."""
+        return self._members[session].name if session in self._members else f"session {session}"
+
+    def late(self, now: float) -> list[str]:
+        """The sessions whose heartbeat is overdue."""
+        return [session for session, deadline in self._deadlines.items() if deadline <= now]
+
+    def next_deadline(self) -> float:
+        """When the first session will be late."""
+        return min(self._deadlines.values(), default=float("inf"))
+
+    def membership(self, role: str | None) -> Membership:
+        """Who is here, of one role or of all."""
+        members = (m for m in self._members.values() if role is None or m.role == role)
+        return Membership(self.epoch, tuple(members))

@@ -1,0 +1,420 @@
+"""The state of the queue as the fold of its events. `Rows` adds the decisions that make events.
+
+A row is in exactly one state: waiting (for admission, for its group, for another stage's write), ready, leased,
+or ended: trained, done, dropped or dead. Ready rows lie in heaps per stage and environment, so that a lease costs
+the same whether a thousand or a million rows are alive.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from .config import Flow, Stage
+from .errors import UnknownName
+from .events import (
+    Committed,
+    Dropped,
+    Ended,
+    Event,
+    Granted,
+    Put,
+    Reconciled,
+    Retired,
+    VersionBegun,
+    VersionCommitted,
+    Written,
+)
+from .state import TASK, UNBORN, Group, Lease, Place, Rank, Row, StageCount, Statistics, Version
+
+
+class Table:
+    """Rows, groups, stages, leases, steps and versions, changed by `apply` alone."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.stages: dict[str, Stage] = {stage.name: stage for stage in flow.stages}
+        self.writer = {column: stage.name for stage in flow.stages for column in stage.writes}
+        # Stage → the stages whose columns it reads.
+        self._needs = {s.name: frozenset(self.writer.get(c, TASK) for c in s.reads) - {TASK} for s in flow.stages}
+        self._by_split: dict[str, tuple[Stage, ...]] = {}
+        self._trains = next((stage.name for stage in flow.stages if stage.trains), "")
+        self.rows: dict[int, Row] = {}
+        self.leases: dict[int, Lease] = {}
+        self._session_leases: defaultdict[str, set[int]] = defaultdict(set)
+        self._deadlines: list[tuple[float, int]] = []
+        # Stage → environment → heap of ready rows. An entry whose row moved on is skipped when it comes up.
+        self._ready: dict[str, defaultdict[str, list[Rank]]] = {s.name: defaultdict(list) for s in flow.stages}
+        # Stages that gained ready rows, or room, since the broker last looked.
+        self.touched: set[str] = set()
+        self.keys: dict[str, int] = {}
+        self.sources: dict[str, int] = {}
+        self.versions: dict[int, Version] = {}
+        self.version = 0
+        self.step = 0
+        self._next_row = self._next_group = self._next_lease = 1
+        self._admitted = self._lost = 0
+        self._waiting_rollout = 0
+        # Step → rows trained in all steps up to it. Step 0 trained none.
+        self._trained_through: dict[int, int] = {0: 0}
+        self._step_rows: dict[int, tuple[int, ...]] = {}
+        # Step → rows born under it that are not in the learner's hands.
+        self._on_their_way: Counter[int] = Counter()
+        # Step → rows in the learner's hands for it.
+        self._handed: Counter[int] = Counter()
+        self._states: Counter[tuple[str, str]] = Counter()
+        self._ends: Counter[tuple[str, str]] = Counter()
+        self._stage_counts: dict[str, Counter[str]] = {s.name: Counter() for s in flow.stages}
+
+    def stage(self, name: str) -> Stage:
+        """The stage of that name.
+
+        Raises:
+            UnknownName: listing the stages there are.
+        """
+        if name not in self.stages:
+            raise UnknownName(f"stage: no stage {name!r}; the stages are {', '.join(self.stages)}")
+        return self.stages[name]
+
+    def version_step(self, version: int) -> int:
+        """The optimizer step after which `version` was made; 0 when there is no such version."""
+        return self.versions[version].step if version in self.versions else 0
+
+    def apply(self, event: Event, *, now: float = 0.0, record: int = 0) -> None:
+        """Fold one event into the state.
+
+        Args:
+            event: what happened.
+            now: monotonic seconds; leases granted by it live from here.
+            record: where the journal keeps the event's payload.
+        """
+        match event:
+            case Put():
+                self._apply_put(event, record)
+            case Granted():
+                self._apply_granted(event, now)
+            case Written():
+                self._apply_written(event, record)
+            case Ended():
+                self._apply_ended(event)
+            case Dropped():
+                self._end([row for id in event.rows if (row := self.rows.get(id))], "dropped", event.reason)
+            case VersionBegun():
+                self.versions[event.version] = Version(event.version, event.step, event.parent, None, event.request)
+            case VersionCommitted():
+                self._apply_version_committed(event)
+            case Committed():
+                self._apply_committed(event)
+            case Retired():
+                self._apply_retired(event)
+            case Reconciled():
+                self._apply_reconciled(event)
+
+    def _apply_put(self, event: Put, record: int) -> None:
+        ids = itertools.count(event.first_row)
+        for number, (line, key, env) in enumerate(zip(event.lines, event.keys, event.envs, strict=True)):
+            group = Group(event.first_group + number)
+            for member in range(event.members):
+                row = Row(next(ids), group, member, env, event.split, event.priority, Place(record, line))
+                group.members.append(row)
+                self.rows[row.id] = row
+            self.keys[key] = group.members[0].id
+            for row in group.members:
+                self._count(row)
+                self._make_ready(row)
+        self._next_row = next(ids)
+        self._next_group = event.first_group + len(event.lines)
+        for source, index in event.sources.items():
+            self.sources[source] = max(index, self.sources.get(source, 0))
+
+    def _apply_granted(self, event: Granted, now: float) -> None:
+        stage = self.stages[event.stage]
+        deadline = now + stage.seconds if stage.seconds is not None else float("inf")
+        lease = Lease(event, deadline)
+        self._next_lease = event.lease + 1
+        self.leases[lease.id] = lease
+        self._session_leases[event.session].add(lease.id)
+        if stage.seconds is not None:
+            heapq.heappush(self._deadlines, (deadline, lease.id))
+        rows = [self.rows[id] for id in event.rows]
+        for group in event.admitted:
+            self._admit(next(row.group for row in rows if row.group.id == group))
+        for row in rows:
+            self._unready(stage.name, row)
+            row.leases[stage.name] = lease.id
+            row.attempts[stage.name] = row.attempts.get(stage.name, 0) + 1
+            self._stage_counts[stage.name]["leased"] += 1
+            if stage.admits:
+                self._set_born(row, self.version_step(event.version))
+            if stage.trains:
+                self._handed[event.step or 0] += 1
+                self._leave_way(row)
+        for row in rows:
+            self._recount(row)
+
+    def _apply_written(self, event: Written, record: int) -> None:
+        stage = self.stages[event.stage]
+        self._stage_counts[stage.name]["written"] += len(event.rows)
+        rows = [self.rows[id] for id in event.rows]
+        for line, row in enumerate(rows):
+            self._end_lease(row, stage.name)
+            row.places[stage.name] = Place(record, line)
+            row.writers[stage.name] = event.lease
+            if event.tokens:
+                row.tokens = event.tokens[line]
+            if event.oldest and event.oldest[line] in self.versions:
+                self._set_born(row, self.version_step(event.oldest[line]))
+        for row in rows:
+            self._advance(row)
+
+    def _apply_ended(self, event: Ended) -> None:
+        stage = self.stages[self.leases[event.lease].stage]
+        spent: list[Row] = []
+        for id in event.rows:
+            row = self.rows[id]
+            self._end_lease(row, stage.name)
+            if stage.trains:
+                self._enter_way(row)
+            if event.cause == "released":
+                row.attempts[stage.name] -= 1
+            if row.attempts[stage.name] >= stage.max_deliveries:
+                spent.append(row)
+            else:
+                self._advance(row)
+        self._end(spent, "dead", f"{stage.name}: {event.reason}")
+
+    def _apply_version_committed(self, event: VersionCommitted) -> None:
+        known = self.versions[event.version]
+        self.versions[event.version] = msgspec.structs.replace(known, digest=event.digest)
+        self.version = event.version
+        self._touch_admission()
+
+    def _apply_committed(self, event: Committed) -> None:
+        self.step = event.step
+        self._step_rows[event.step] = event.rows
+        for id in event.rows:
+            row = self.rows[id]
+            self._end_lease(row, self._trains)
+            row.step = event.step
+            self._recount(row)
+        self._trained_through[event.step] = self._trained_through[event.step - 1] + len(event.rows)
+        self._handed.pop(event.step, None)
+
+    def _apply_retired(self, event: Retired) -> None:
+        # Retired rows stay in the counts as trained; only their columns and their place in the table go.
+        for step in [step for step in self._step_rows if step <= event.through]:
+            for id in self._step_rows.pop(step):
+                row = self.rows.pop(id)
+                row.group.members.remove(row)
+
+    def _apply_reconciled(self, event: Reconciled) -> None:
+        back: list[int] = []
+        for step in [step for step in self._step_rows if step > event.step]:
+            back.extend(self._step_rows.pop(step))
+            self._trained_through.pop(step)
+        self.step = event.step
+        for lease in [lease for lease in self.leases.values() if lease.stage == self._trains]:
+            for id in tuple(lease.rows):
+                self._end_lease(self.rows[id], self._trains)
+                back.append(id)
+        for row in [self.rows[id] for id in back]:
+            row.step = None
+            self._enter_way(row)
+            self._advance(row)
+
+    # -- leases, readiness, ends
+
+    def is_bound(self, row: Row) -> bool:
+        """Whether the staleness bound counts this row: rows that are never trained are free of it."""
+        return self.flow.admission is not None and row.split == "train"
+
+    def _admit(self, group: Group) -> None:
+        group.admitted = True
+        self._admitted += len(group.members)
+        for member in group.members:
+            self._recount(member)
+
+    def _touch_admission(self) -> None:
+        self.touched.update(stage.name for stage in self.flow.stages if stage.admits)
+
+    def _set_born(self, row: Row, step: int) -> None:
+        self._leave_way(row)
+        row.born = step
+        self._enter_way(row)
+
+    def _enter_way(self, row: Row) -> None:
+        if not row.on_way and self.is_bound(row) and row.born != UNBORN:
+            row.on_way = True
+            self._on_their_way[row.born] += 1
+
+    def _leave_way(self, row: Row) -> None:
+        if row.on_way:
+            row.on_way = False
+            self._on_their_way[row.born] -= 1
+
+    def _end_lease(self, row: Row, stage: str) -> None:
+        lease = self.leases[row.leases.pop(stage)]
+        lease.rows.discard(row.id)
+        self._stage_counts[stage]["leased"] -= 1
+        if lease.step is not None and lease.step in self._handed:
+            self._handed[lease.step] -= 1
+        if not lease.rows:
+            del self.leases[lease.id]
+            held = self._session_leases[lease.session]
+            held.discard(lease.id)
+            if not held:
+                del self._session_leases[lease.session]
+
+    def _stages_of(self, row: Row) -> tuple[Stage, ...]:
+        stages = self._by_split.get(row.split)
+        if stages is None:
+            stages = self._by_split[row.split] = tuple(s for s in self.flow.stages if row.split in s.splits)
+        return stages
+
+    def _advance(self, row: Row) -> None:
+        """After a change to `row`: make it ready for what it can do next, or end it when nothing is left."""
+        if row.id not in self.rows:
+            # It ended with its group, a moment ago.
+            return
+        if all(stage.name in row.places for stage in self._stages_of(row)):
+            self._end([row], "done", "")
+        else:
+            self._make_ready(row)
+
+    def _make_ready(self, row: Row) -> None:
+        for stage in self._stages_of(row):
+            if stage.unit == "group":
+                self._make_group_ready(row.group, stage)
+            elif self._wants(stage, row) and stage.name not in row.ready:
+                self._push(stage, row)
+        if row.id in self.rows:
+            self._recount(row)
+
+    def _make_group_ready(self, group: Group, stage: Stage) -> None:
+        """Once every member that is left wants `stage`, the group is ready, or too small to be compared."""
+        if not all(self._wants(stage, member) and stage.name not in member.ready for member in group.members):
+            return
+        if len(group.members) < stage.min_members:
+            self._end(tuple(group.members), "dropped", "group_too_small")
+            return
+        self._push(stage, group.members[0])
+        for member in group.members:
+            self._recount(member)
+
+    def _wants(self, stage: Stage, row: Row) -> bool:
+        """Whether the row has what `stage` reads, and neither its columns nor a lease of it."""
+        return (
+            row.step is None
+            and stage.name not in row.places
+            and stage.name not in row.leases
+            and self._needs[stage.name] <= row.places.keys()
+        )
+
+    def _push(self, stage: Stage, row: Row) -> None:
+        row.ready.add(stage.name)
+        self._stage_counts[stage.name]["ready"] += len(row.group.members) if stage.unit == "group" else 1
+        heapq.heappush(self._ready[stage.name][row.env], self.rank(stage, row))
+        self.touched.add(stage.name)
+
+    def _unready(self, stage: str, row: Row) -> None:
+        if stage in row.ready:
+            row.ready.discard(stage)
+            group = self.stages[stage].unit == "group"
+            self._stage_counts[stage]["ready"] -= len(row.group.members) if group else 1
+
+    @staticmethod
+    def rank(stage: Stage, row: Row) -> Rank:
+        """The order of hand-out: priority, then (for the learner) the oldest birth, then admission order."""
+        return (-row.priority, row.born if stage.trains else 0, row.id)
+
+    def _end(self, rows: Sequence[Row], how: str, reason: str) -> None:
+        """End rows for good. The rest of their groups may be ready without them."""
+        for row in rows:
+            for stage in tuple(row.leases):
+                self._end_lease(row, stage)
+            for name in tuple(row.ready):
+                self._unready(name, row)
+            # A group that was ready with this member is so without it only once `_settle` says so.
+            for member in row.group.members:
+                for name in [name for name in member.ready if self.stages[name].unit == "group"]:
+                    self._unready(name, member)
+            self._leave_way(row)
+            if self.is_bound(row) and row.group.admitted:
+                self._lost += 1
+            self._uncount(row)
+            self._ends[how, reason] += 1
+            self._states[row.split, how] += 1
+            del self.rows[row.id]
+            row.group.members.remove(row)
+        for group in {id(row.group): row.group for row in rows}.values():
+            self._settle(group)
+        if rows:
+            self._touch_admission()
+
+    def _settle(self, group: Group) -> None:
+        """After a member is gone, the rest may be ready without it."""
+        if group.members:
+            for stage in self._stages_of(group.members[0]):
+                if stage.unit == "group" and group.members:
+                    self._make_group_ready(group, stage)
+
+    # -- counting
+
+    def _state_of(self, row: Row) -> str:
+        if row.step is not None:
+            return "trained"
+        if row.leases:
+            return "leased"
+        group_ready = any(stage.unit == "group" for stage in self._stages_of(row)) and any(
+            self.stages[name].unit == "group" for name in row.group.members[0].ready
+        )
+        if not (row.ready or group_ready) or (self.is_bound(row) and not row.group.admitted):
+            return "waiting"
+        return "ready"
+
+    def _count(self, row: Row) -> None:
+        row.state = self._state_of(row)
+        row.unstarted = row.state in ("waiting", "ready") and len(row.places) == 1
+        self._states[row.split, row.state] += 1
+        self._waiting_rollout += row.unstarted
+
+    def _uncount(self, row: Row) -> None:
+        self._states[row.split, row.state] -= 1
+        self._waiting_rollout -= row.unstarted
+
+    def _recount(self, row: Row) -> None:
+        self._uncount(row)
+        self._count(row)
+
+    def statistics(self) -> Statistics:
+        """Counts by state, stage and split."""
+        totals: Counter[str] = Counter()
+        by_split: dict[str, dict[str, int]] = {}
+        for (split, state), n in sorted(self._states.items()):
+            if n:
+                totals[state] += n
+                by_split.setdefault(split, {})[state] = n
+        return Statistics(
+            tasks=self._next_row - 1,
+            waiting=totals["waiting"],
+            leased=totals["leased"],
+            ready=totals["ready"],
+            trained=totals["trained"],
+            done=totals["done"],
+            dropped={reason: n for (how, reason), n in self._ends.items() if how == "dropped"},
+            dead={reason: n for (how, reason), n in self._ends.items() if how == "dead"},
+            by_split=by_split,
+            stages={
+                name: StageCount(counts["ready"], counts["leased"], counts["written"])
+                for name, counts in self._stage_counts.items()
+            },
+            admitted=self._admitted,
+            step=self.step,
+            version=self.version,
+            version_step=self.version_step(self.version),
+            sources=dict(self.sources),
+        )

@@ -1,0 +1,161 @@
+"""ZeroMQ sockets under trio: a ROUTER that many peers talk to, and a DEALER that talks to one.
+
+A message is a list of frames. Sockets never block the event loop: a ROUTER drops a reply that its peer does not
+take (the peer asks again), a DEALER waits for its connection within the caller's deadline.
+
+ZeroMQ's file descriptor is edge-triggered: it may stay silent while messages wait. So every receive reads the
+socket's event flags first, and a send that finds input waiting wakes the sleeping receiver.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+from urllib.parse import urlsplit
+
+import trio
+import zmq
+
+from .errors import AddressError
+
+Buffer = bytes | bytearray | memoryview
+
+# A frame above this is refused by the receiver; senders refuse earlier (wire.MAX_MESSAGE_BYTES), with an error.
+MAX_FRAME_BYTES: Final = 1 << 30
+# At exit, give the last replies this long to leave the process.
+LINGER_MILLISECONDS: Final = 200
+# A DEALER without a connection looks again this often, within its caller's deadline.
+RECONNECT_POLL_SECONDS: Final = 0.02
+# Copying a small frame costs less than tracking it.
+COPY_BELOW_BYTES: Final = 1 << 16
+
+LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
+
+
+def is_local(address: str) -> bool:
+    """Whether only this host's processes can reach `address`."""
+    return address.startswith("ipc://") or urlsplit(address).hostname in LOOPBACK
+
+
+class _Socket:
+    def __init__(self, kind: int) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._fd: int = self._socket.getsockopt(zmq.FD)
+        self._sleeper: trio.CancelScope | None = None
+
+    async def recv(self) -> list[Buffer]:
+        """The next message. One task at a time may wait here."""
+        while True:
+            with suppress(zmq.Again):
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                # Not cancellable: the message is already taken out of the socket.
+                await trio.lowlevel.cancel_shielded_checkpoint()
+                return [frame.buffer if len(frame) >= COPY_BELOW_BYTES else frame.bytes for frame in frames]
+            if not self._has_input():
+                with trio.CancelScope() as self._sleeper:
+                    await trio.lowlevel.wait_readable(self._fd)
+                self._sleeper = None
+
+    def try_recv(self) -> list[Buffer] | None:
+        """The next message if one has already arrived."""
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return [frame.buffer if len(frame) >= COPY_BELOW_BYTES else frame.bytes for frame in frames]
+
+    def _has_input(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _send_now(self, frames: Sequence[Buffer]) -> bool:
+        """Send unless the socket would block; tells whether it was sent."""
+        try:
+            large = any(len(frame) >= COPY_BELOW_BYTES for frame in frames)
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=not large)
+        except zmq.Again:
+            return False
+        finally:
+            if self._sleeper is not None and self._has_input():
+                self._sleeper.cancel()
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Router(_Socket):
+    """The serving side. The first frame of every message names the peer."""
+
+    def __init__(self, address: str, *, key: bytes | None) -> None:
+        """Bind `address` (`tcp://host:0` takes a free port, `ipc://path` makes its directory with mode 0700).
+
+        Raises:
+            AddressError: the address is in use, or public while no key is configured.
+        """
+        if not is_local(address) and key is None:
+            raise AddressError(f"bind address {address} is reachable from other hosts and needs a key; use 127.0.0.1")
+        super().__init__(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if address.startswith("ipc://"):
+            Path(address.removeprefix("ipc://")).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._socket.bind(address[:-1] + "*" if address.endswith(":0") else address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise AddressError(f"cannot bind {address}: {os.strerror(error.errno or 0)}") from error
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def send(self, frames: Sequence[Buffer]) -> bool:
+        """Send to the peer that the first frame names; False when it is gone or does not keep up."""
+        try:
+            return self._send_now(frames)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
+
+
+class Dealer(_Socket):
+    """The asking side, connected to one Router; reconnects by itself when the Router comes back."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(zmq.DEALER)
+        # Without a connection nothing is queued: a Router that restarts must not get a flood of stale requests.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise AddressError(f"cannot connect to {address}: {os.strerror(error.errno or 0)}") from error
+        self.address = address
+
+    async def send(self, frames: Sequence[Buffer]) -> None:
+        """Send as soon as there is a connection. The caller bounds the wait."""
+        while not self._send_now(frames):
+            await trio.sleep(RECONNECT_POLL_SECONDS)
+        await trio.lowlevel.checkpoint()
+
+    def try_send(self, frames: Sequence[Buffer]) -> bool:
+        """Send if there is a connection now; tells whether it was sent."""
+        return not self._socket.closed and self._send_now(frames)
+
+
+def buffer_bytes(frame: Any) -> int:
+    """The size of a frame in bytes."""
+    return memoryview(frame).nbytes

@@ -1,0 +1,77 @@
+"""The files in `base/` that every role starts from: tokenizer, chat template, model configuration.
+
+Written before any role starts, without torch. The weights come from the learner's warm start (a tiny model) or lie
+there already (a Hugging Face model directory).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from streamrl_agents.agent import Agent
+from streamrl_agents.vocabulary import build_tokenizer, write_model_files
+from streamrl_learners.config import HFModel, TinyModel
+from streamrl_queue.errors import ConfigError
+
+from .config import RunConfig
+
+WANTED = ("config.json", "tokenizer.json")
+
+
+def write_base(config: RunConfig, agent: Agent, base: Path) -> None:
+    """Write `base/`; what is there already stays, so that a resumed run starts from the same files.
+
+    Raises:
+        ConfigError: a Hugging Face model directory lacks a file.
+    """
+    if (base / "config.json").exists():
+        return
+    base.mkdir(parents=True, exist_ok=True)
+    if isinstance(config.model, HFModel):
+        copy_model(Path(config.model.path), base)
+    else:
+        tokenizer = build_tokenizer(agent)
+        write_model_files(base, tokenizer)
+        text = json.dumps(tiny_qwen2(config.model, vocabulary=tokenizer.get_vocab_size()), indent=2)
+        # Last: its presence says that the others are there.
+        (base / "config.json").write_text(text + "\n")
+
+
+def copy_model(source: Path, base: Path) -> None:
+    """Take the files of a Hugging Face model directory; weights are linked, not copied."""
+    missing = [name for name in WANTED if not (source / name).is_file()]
+    weights = sorted(source.glob("*.safetensors"))
+    if missing or not weights:
+        lacking = ", ".join(missing or ["*.safetensors"])
+        raise ConfigError(f"model.path: {source} is no model directory with safetensors: it lacks {lacking}")
+    for file in source.iterdir():
+        if file.suffix in (".json", ".jinja", ".txt", ".model"):
+            shutil.copyfile(file, base / file.name)
+    for file in weights:
+        (base / file.name).symlink_to(file.resolve())
+
+
+def tiny_qwen2(model: TinyModel, *, vocabulary: int) -> dict[str, Any]:
+    """The `config.json` of a Qwen2 model of this size; `vocabulary` is the number of token ids."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": vocabulary,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "max_position_embeddings": model.max_positions,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": model.initializer_range,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
+        "dtype": "float32",
+    }

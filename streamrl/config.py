@@ -1,0 +1,207 @@
+"""The configuration of a run: the parts' own structs, composed, and the checks that span several of them.
+
+Imports without torch. Every key has a meaning that `streamrl config --explain` prints.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl_agents.config import RewardConfig
+from streamrl_learners.config import AlgorithmConfig, LearnerConfig, ModelConfig, PPOClip, TinyModel, problems
+from streamrl_producers.config import EmbeddedEngine, RolloutConfig
+from streamrl_queue.config import QueueConfig
+from streamrl_queue.errors import ConfigError
+
+from .settings import apply_override, build, parse_yaml, plain, to_yaml
+from .tracking import Tracker
+
+
+class TasksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which tasks a run plays."""
+
+    group_size: int = 8
+    """Attempts at each training task; their mean reward is the baseline of the group."""
+    eval_rows: int = 128
+    """Tasks of each evaluation, one greedy attempt each; 0 evaluates nothing."""
+    sampler: str | None = None
+    """`module:function` or `file.py:function` that samples one task from a random.Random. Without it the
+    environment's own `task` is used."""
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ConfigError(f"tasks.group_size: expected at least 1, got {self.group_size}")
+        if self.eval_rows < 0:
+            raise ConfigError(f"tasks.eval_rows: expected 0 or more, got {self.eval_rows}")
+
+
+class SupervisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How patient the run is with its processes."""
+
+    restarts: int = 5
+    """Restarts of each producer, engine and scorer that a signal killed, within `window_seconds`; one more ends the
+    run. A process that raised an error is not restarted."""
+    window_seconds: float = 600.0
+    """A restart older than this is forgotten."""
+    start_seconds: float = 120.0
+    """Within this time after the start every role must have reported to the queue."""
+    warm_start_seconds: float = 900.0
+    """Within this time the learner must have published its first weights."""
+    drain_seconds: float = 15.0
+    """After a SIGTERM or Ctrl-C, and at the end of a run, a role gets this long to finish before it is killed."""
+    max_lost_share: float = 0.5
+    """The run ends with an error when more than this share of the training rows that ended was dropped or died."""
+    eval_seconds: float = 120.0
+    """Longest time without a finished row during an evaluation."""
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run."""
+
+    name: str = "run"
+    """Name of the run, and of its directory."""
+    runs: str = "runs"
+    """Directory that holds the run directories."""
+    seed: int = 0
+    """Seed of tasks, sampling and initial weights."""
+    env: str
+    """The environment: `module:Name` or `path/to/file.py:Name`, a class whose public methods are tools or an async
+    function."""
+    producers: int = 1
+    """Processes that play episodes."""
+    scorers: int = 1
+    """Processes that compute rewards and advantages."""
+    tasks: TasksConfig = TasksConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    engine: EmbeddedEngine = EmbeddedEngine()
+    queue: QueueConfig = QueueConfig()
+    algorithm: AlgorithmConfig = PPOClip()
+    model: ModelConfig = TinyModel()
+    learner: LearnerConfig = LearnerConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
+    tracking: tuple[Tracker, ...] = ()
+    """Experiment trackers beside `metrics.jsonl`: a list of `{kind: tensorboard | wandb | mlflow, ...}`."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w][\w.-]*", self.name):
+            raise ConfigError(f"name: expected letters, digits, '.', '_' or '-', got {self.name!r}")
+        for key in ("producers", "scorers"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key}: expected at least 1, got {getattr(self, key)}")
+
+
+def check(config: RunConfig) -> RunConfig:
+    """`config` itself, when its parts fit together.
+
+    Raises:
+        ConfigError: a contradiction, with the names of both keys and what to change.
+    """
+    for problem in _contradictions(config):
+        raise ConfigError(problem)
+    return config
+
+
+def _contradictions(config: RunConfig) -> Iterator[str]:
+    rows, group, stale = config.learner.rows_per_step, config.tasks.group_size, config.queue.max_staleness
+    yield from problems(config.algorithm, config.learner, config.model, max_staleness=stale, group_size=group)
+    if tag(config.algorithm.correction) == "none" and config.queue.on_stale == "keep":
+        yield (
+            "algorithm.correction: none with queue.on_stale: keep: rows of older policies would be trained as if "
+            "they were fresh; use correction behaviour or truncated_is, or on_stale wait or drop"
+        )
+    if config.queue.waiting_rows < rows:
+        yield (
+            f"queue.waiting_rows is {config.queue.waiting_rows} but learner.rows_per_step is {rows}: "
+            f"the queue would be full before a step is; raise queue.waiting_rows"
+        )
+    if config.queue.waiting_rows < config.tasks.eval_rows:
+        yield (
+            f"queue.waiting_rows is {config.queue.waiting_rows} but tasks.eval_rows is {config.tasks.eval_rows}: "
+            f"an evaluation would not fit; raise the first or lower the second"
+        )
+    if config.rollout.max_tokens > config.engine.max_tokens:
+        yield (
+            f"rollout.max_tokens is {config.rollout.max_tokens} but engine.max_tokens is "
+            f"{config.engine.max_tokens}: the engine could not hold such a row; lower the first or raise the second"
+        )
+    if config.learner.min_engines > config.engine.count:
+        yield (
+            f"learner.min_engines is {config.learner.min_engines} but engine.count is {config.engine.count}: "
+            f"no weights could ever be published"
+        )
+    if config.rollout.temperature <= 0:
+        yield (
+            f"rollout.temperature is {config.rollout.temperature} but tasks.group_size is {group}: greedy attempts "
+            f"at one task are all alike and teach nothing; use rollout.temperature=1.0"
+        )
+    if isinstance(config.model, TinyModel) and config.engine.max_tokens > config.model.max_positions:
+        yield (
+            f"engine.max_tokens is {config.engine.max_tokens} but model.max_positions is "
+            f"{config.model.max_positions}: the model has no positions for such a row"
+        )
+
+
+def tag(struct: msgspec.Struct) -> str:
+    """The kind of a member of a tagged union."""
+    return str(struct.__struct_config__.tag)
+
+
+def resolve(data: Mapping[str, Any], overrides: Sequence[str] = (), *, name: str | None = None) -> RunConfig:
+    """The configuration that nested mappings, dotted overrides and a name come to, checked.
+
+    Raises:
+        ConfigError: an unknown key, a wrong value, or a contradiction.
+    """
+    merged = copy.deepcopy(dict(data))
+    for override in overrides:
+        apply_override(merged, override)
+    if name is not None:
+        merged["name"] = name
+    return check(build(RunConfig, merged))
+
+
+def load_file(path: Path, overrides: Sequence[str] = (), *, name: str | None = None) -> RunConfig:
+    """The configuration in a YAML file; see `resolve`."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    data = parse_yaml(text, str(path)) or {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected keys and values at the top, got {type(data).__name__}")
+    return resolve({"name": path.stem, **data}, overrides, name=name)
+
+
+def find_file(name: str | None) -> Path:
+    """The configuration file of that name: as a path, else below `configs/` here, else one shipped with streamrl.
+
+    Without a name, the demo's.
+
+    Raises:
+        ConfigError: naming the shipped configurations.
+    """
+    if name is not None and Path(name).is_file():
+        return Path(name)
+    file = f"{Path(name or 'demo').stem}.yaml"
+    places = [Path("configs"), *_shipped()]
+    for place in places if name is None or name in (file, Path(file).stem, f"configs/{file}") else ():
+        if (place / file).is_file():
+            return place / file
+    shipped = sorted({path.stem for place in places for path in place.glob("*.yaml")})
+    raise ConfigError(f"--config {name}: there is no such file; shipped with streamrl: {', '.join(shipped)}")
+
+
+def _shipped() -> tuple[Path, ...]:
+    """In an installed wheel beside this module, in a checkout at its top."""
+    here = Path(__file__).parent
+    return (here / "configs", here.parent / "configs")
+
+
+__all__ = ["RunConfig", "check", "find_file", "load_file", "plain", "resolve", "tag", "to_yaml"]

@@ -1,0 +1,1 @@
+"""How the roles of a run are started, watched and ended."""

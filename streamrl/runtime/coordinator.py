@@ -1,0 +1,462 @@
+"""One run from beginning to end: start the roles, feed tasks, evaluate, watch, drain, sum up.
+
+      launch ──► Coordinator ── starts and watches ──► queue, learner-r, engine-i, producer-i, scorer-i
+                     │ put tasks, evaluate, statistics      │ logs/<role>.log
+                     ▼                                      ▼
+                TransferQueue ◄─────────── rows ───────── every role
+                     │
+                     ▼
+        panel, metrics.jsonl, summary.json, reward.png
+
+Everything runs below one nursery; the first error ends the run, and no process outlives it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import trio
+from rich.console import Console
+
+from streamrl_agents.agent import load_agent, load_object
+from streamrl_queue import Member, Statistics, TransferQueue
+from streamrl_queue.errors import DeadlineExceeded, UnknownName
+
+from ..base_model import write_base
+from ..config import RunConfig, check, load_file, plain, resolve
+from ..tracking import Sink, tracking
+from . import plan, rundir, summary
+from .counts import conservation, totals
+from .evaluation import evaluate
+from .failure import first_error
+from .losses import losses_of, too_many
+from .panel import Panel, RoleView, Snapshot, open_panel
+from .rundir import Launch, RunDirectory
+from .supervisor import Role, Supervisor, log_tail, supervisor
+from .tasks import TaskSource
+
+WATCH_SECONDS: Final = 0.5
+"""Heartbeats come once a second; looking twice as often shows each of them."""
+LOST_STEPS: Final = 2
+"""Rows of so many steps must be lost before their share says anything."""
+FEED_SECONDS: Final = 0.1
+"""Steps of the demo take about 0.4 s: the look-ahead is filled several times in each."""
+
+
+class Interrupted(Exception):
+    """A signal asked the run to end; `number` is the signal."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(signal.Signals(number).name)
+
+
+class Coordinator:
+    """State of one run as its coordinator sees it."""
+
+    def __init__(
+        self, config: RunConfig, run: RunDirectory, queue: TransferQueue, roles: Supervisor, panel: Panel
+    ) -> None:
+        self.config = config
+        self.run = run
+        self.queue = queue
+        self.roles = roles
+        self.panel = panel
+        self.phase = "starting"
+        self.members: dict[str, Member] = {}
+        self.statistics: Statistics | None = None
+        self.sinks: Sequence[Sink] = ()
+        self._metrics = MetricsTail(run.metrics)
+        self._busy: list[float] = []
+
+    def __repr__(self) -> str:
+        return f"<Coordinator {self.run.path.name} {self.phase}>"
+
+    async def train(self) -> None:
+        """The whole of a run: evaluate, train to the last step, evaluate again."""
+        await self.roles_report_in()
+        self.phase = "warm start"
+        await self.version_of(0, self.config.supervision.warm_start_seconds)
+        if not self._metrics.evaluations:
+            await self.evaluate()
+        self.phase = "training"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.feed)
+            # The learner has a deadline for its rows and for each publish; it is the one to say who was late.
+            await self.version_of(self.config.learner.steps, math.inf)
+            nursery.cancel_scope.cancel()
+        await self.evaluate()
+        self.phase = "ended"
+
+    async def roles_report_in(self) -> None:
+        """Wait until every role is a member of the queue.
+
+        Raises:
+            DeadlineExceeded: naming the roles that did not report, with the end of the first one's log.
+        """
+        seconds = self.config.supervision.start_seconds
+        wanted = [name for name in self.roles.roles if name != "queue"]
+        with trio.move_on_after(seconds):
+            while absent := [name for name in wanted if name not in self.members]:
+                await trio.sleep(FEED_SECONDS)
+            return
+        error = DeadlineExceeded.waiting("a sign of life", ", ".join(absent), seconds)
+        log = self.roles.roles[absent[0]].spec.log
+        raise DeadlineExceeded(f"{error}; the end of {log}:\n{log_tail(log)}")
+
+    async def version_of(self, step: int, seconds: float) -> None:
+        """Wait until weights of at least `step` steps are committed.
+
+        Raises:
+            DeadlineExceeded: after `seconds`.
+        """
+        with trio.move_on_after(seconds):
+            while not ((now := self.statistics) and now.version and now.version_step >= step):
+                await trio.sleep(FEED_SECONDS)
+            return
+        raise DeadlineExceeded.waiting(f"committed weights of step {step}", "learner-0", seconds)
+
+    async def evaluate(self) -> None:
+        """Play the evaluation tasks with the committed weights and note the result in `metrics.jsonl`."""
+        if not self.config.tasks.eval_rows:
+            return
+        before, self.phase = self.phase, "evaluating"
+        number = len(self._metrics.evaluations)
+        result = await evaluate(
+            self.queue,
+            task_source(self.config, "eval", source=f"eval-{os.getpid()}-{number}"),
+            rows=self.config.tasks.eval_rows,
+            seconds=self.config.supervision.eval_seconds,
+        )
+        entry = {"event": "eval", **plain(result)}
+        with self.run.metrics.open("ab") as file:
+            file.write(msgspec.json.encode(entry) + b"\n")
+        failed = f", {result.failed} failed" if result.failed else ""
+        self._metrics.evaluations.append(result)
+        self.panel.note(f"greedy evaluation at step {result.step}: {result.reward:.3f} ({result.rows} tasks{failed})")
+        self.phase = before
+
+    async def feed(self) -> None:
+        """Consumes task numbers, produces rows of stage `rollout`.
+
+        Waits for the look-ahead to shrink; unblocked by producers that lease. As many rows are fed as the steps
+        will train; a row that was dropped or died is replaced.
+
+        Raises:
+            NoProgress: too large a share of the rows is lost; names the reasons.
+        """
+        group, rows = self.config.tasks.group_size, self.config.learner.rows_per_step
+        tasks = task_source(self.config, "train")
+        # Rows wait until admission lets them out, a step's worth at a time: two steps' worth are never played
+        # between two looks of this loop.
+        ahead = min(self.config.queue.waiting_rows, 2 * rows + group)
+        while True:
+            counts = await self.queue.statistics()
+            lost, ended = losses_of(counts)
+            if lost >= LOST_STEPS * rows and lost > self.config.supervision.max_lost_share * ended:
+                raise too_many(counts, self.run.journal)
+            train = counts.by_split.get("train", {})
+            alive = sum(n for state, n in train.items() if state not in ("dropped", "dead"))
+            missing = self.config.learner.steps * rows - alive
+            groups = min(math.ceil(missing / group), (ahead - train.get("waiting", 0)) // group)
+            if groups > 0:
+                start = counts.sources.get(tasks.source, 0)
+                await self.queue.put(list(tasks.take(start, groups)), members=group, split="train")
+            await trio.sleep(FEED_SECONDS)
+
+    async def watch(self) -> None:
+        """Consumes memberships, statistics and metrics, produces what the panel and the trackers show.
+
+        Waits for the next heartbeat; unblocked by a change of membership or after `WATCH_SECONDS`.
+        """
+        epoch = -1
+        while True:
+            membership = await self.queue.members(after=epoch, wait=WATCH_SECONDS)
+            epoch = membership.epoch
+            self.members = {member.name: member for member in membership.members}
+            if self.phase == "training":
+                self._busy += [m.gauges["busy_share"] for m in membership.members if "busy_share" in m.gauges]
+            self.statistics = await self.queue.statistics()
+            for entry in self._metrics.read():
+                self._track(entry)
+            self.panel.update(self.snapshot())
+
+    def snapshot(self) -> Snapshot:
+        counts, now = self.statistics, time.time()
+        roles = tuple(
+            RoleView(m.name, m.activity or "", max(0.0, now - m.since), m.ready, m.gauges)
+            for name in self.roles.roles
+            if (m := self.members.get(name)) is not None
+        )
+        last = self._metrics.steps[-1] if self._metrics.steps else {}
+        return Snapshot(
+            phase=self.phase,
+            steps=self.config.learner.steps,
+            step=int(last.get("step", 0)),
+            version=counts.version or None if counts else None,
+            roles=roles,
+            rows=totals(counts) if counts else {},
+            depths={name: stage.ready for name, stage in counts.stages.items()} if counts else {},
+            rewards=tuple(float(s["reward_mean"]) for s in self._metrics.steps if "reward_mean" in s),
+            metrics=last,
+        )
+
+    def engine_idle(self) -> float | None:
+        return None if not self._busy else 1.0 - sum(self._busy) / len(self._busy)
+
+    def _track(self, entry: Mapping[str, Any]) -> None:
+        prefix = "eval/" if entry.get("event") == "eval" else ""
+        numbers = {f"{prefix}{k}": float(v) for k, v in entry.items() if isinstance(v, int | float)}
+        for sink in self.sinks:
+            sink.log(int(entry.get("step", 0)), numbers)
+
+    async def drain(self, *, finished: bool) -> None:
+        """Stop every role but the broker: the learner first, so that it can still checkpoint.
+
+        A run that is finished ends the rows that are left; one that was interrupted keeps them for `--resume`.
+        """
+        self.phase = "draining"
+        seconds = self.config.supervision.drain_seconds
+        learners = [self.roles.roles[name] for name in plan.learner_names(self.config)]
+        others = [r for r in self.roles.roles.values() if r not in learners and r.spec.name != "queue"]
+        for roles in (learners, others):
+            for name in await self.roles.stop(roles, seconds):
+                self.panel.note(f"{name} did not end within {seconds:.0f} s and was killed")
+                await self.forget(name)
+            for role in roles:
+                if role.process is not None and role.process.returncode > 0:
+                    self.panel.note(f"{role.spec.name} failed while it drained; see {role.spec.log}")
+        if finished:
+            for split in ("train", "eval"):
+                await self.queue.end_rows("run ended", split=split)
+        self.statistics = await self.queue.statistics()
+        self.statistics.check()
+
+    async def forget(self, name: str) -> None:
+        """The process of that name is gone: its leases end now, not at its heartbeat's timeout."""
+        with suppress(UnknownName):
+            await self.queue.end_session(name)
+
+
+class MetricsTail:
+    """Reads `metrics.jsonl` as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.steps, self.evaluations = summary.read_metrics(path)
+        if path.exists():
+            self._offset = path.stat().st_size
+
+    def read(self) -> list[dict[str, Any]]:
+        """The entries since the last call; an unfinished last line waits."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        entries = [msgspec.json.decode(line) for line in whole.splitlines()]
+        self.steps += [e for e in entries if e.get("event", "step") == "step" and "step" in e]
+        return entries
+
+
+def task_source(config: RunConfig, split: str, *, source: str | None = None) -> TaskSource:
+    """The tasks of a split, from the environment's own sampler or the one that is configured."""
+    sampler = config.tasks.sampler
+    sample = load_object(sampler) if sampler else load_agent(config.env).sample_task
+    return TaskSource(config.env, sample, seed=config.seed, split=split, source=source)
+
+
+class _Signals:
+    """First signal: drain. Second, or a first one before there is anything to drain: kill everything and leave."""
+
+    def __init__(self, roles: Supervisor, panel: Panel) -> None:
+        self.first: int | None = None
+        self.work: trio.CancelScope | None = None
+        self._roles = roles
+        self._panel = panel
+
+    async def listen(self, task_status: trio.TaskStatus[None]) -> None:
+        """Consumes SIGINT and SIGTERM, produces a drain, then the end. Waits for, and is unblocked by, a signal."""
+        if threading.current_thread() is not threading.main_thread():
+            task_status.started()
+            return
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async for number in signals:
+                if self.work is None or self.first is not None:
+                    self._roles.kill_all()
+                    raise Interrupted(number)
+                self.first = number
+                self._panel.note(f"{signal.Signals(number).name}: draining; once more to stop at once")
+                self.work.cancel()
+
+
+async def conduct(
+    config: RunConfig, run: RunDirectory, *, resume: bool, console: Console
+) -> tuple[summary.Summary, int | None]:
+    """Run to the end; returns the summary and the signal that ended the run early, if one did."""
+    started, cpu = time.monotonic(), _cpu_seconds()
+    with (
+        run.owned(),
+        rundir.socket_directory() as sockets,
+        open_panel(console, run.path.name) as panel,
+        tracking(config.tracking, run.path, plain(config)) as sinks,
+    ):
+        launched = _prepare(config, run, sockets, resume)
+        async with _started(config, run, launched, panel) as (coordinator, signals):
+            coordinator.sinks = sinks
+            await _work(coordinator, signals)
+        ended_by = signals.first
+        assert coordinator.statistics is not None
+        summary.plot(run)
+        restarts = {r.spec.name: r.starts - 1 for r in coordinator.roles.roles.values() if r.starts > 1}
+        result = summary.summarise(
+            run,
+            outcome=rundir.FINISHED if ended_by is None else f"interrupted by {signal.Signals(ended_by).name}",
+            seconds=time.monotonic() - started,
+            cpu_seconds=_cpu_seconds() - cpu,
+            engine_idle=coordinator.engine_idle(),
+            restarts=restarts,
+            conservation=conservation(coordinator.statistics),
+        )
+    summary.save(run, result)
+    return result, ended_by
+
+
+def _prepare(config: RunConfig, run: RunDirectory, sockets: Path, resume: bool) -> Launch:
+    plan.require_installed()
+    rundir.prepare(run, config)
+    run.summary.unlink(missing_ok=True)
+    write_base(config, load_agent(config.env), run.base)
+    launched = Launch(
+        address=f"ipc://{sockets}/queue",
+        sockets=str(sockets),
+        pid=os.getpid(),
+        resume=resume,
+        ranks=f"127.0.0.1:{_free_port()}" if config.learner.ranks > 1 else None,
+    )
+    run.write_launch(launched)
+    return launched
+
+
+@asynccontextmanager
+async def _started(
+    config: RunConfig, run: RunDirectory, launched: Launch, panel: Panel
+) -> AsyncIterator[tuple[Coordinator, _Signals]]:
+    """A coordinator with all its roles started: the broker first, then the others at once."""
+    coordinator: Coordinator | None = None
+
+    async def died(role: Role, again: bool) -> None:
+        if again:
+            panel.note(f"{role.spec.name} (pid {role.pid}) was killed; started again")
+            if coordinator is not None:
+                await coordinator.forget(role.spec.name)
+
+    async with supervisor(died) as roles:
+        signals = _Signals(roles, panel)
+        await roles.nursery.start(signals.listen)
+        broker, *others = plan.role_specs(config, run)
+        roles.start(broker)
+        for spec in others:
+            roles.start(spec)
+        connection = TransferQueue.connect(
+            launched.address, role="coordinator", name="coordinator", deadline=config.supervision.start_seconds
+        )
+        async with connection as queue:
+            coordinator = Coordinator(config, run, queue, roles, panel)
+            yield coordinator, signals
+        await roles.stop([roles.roles["queue"]], config.supervision.drain_seconds)
+        roles.nursery.cancel_scope.cancel()
+
+
+async def _work(coordinator: Coordinator, signals: _Signals) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(coordinator.watch)
+        with trio.CancelScope() as signals.work:
+            await coordinator.train()
+        await coordinator.drain(finished=signals.first is None)
+        nursery.cancel_scope.cancel()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _cpu_seconds() -> float:
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(u.ru_utime + u.ru_stime for u in used)
+
+
+def launch(config: RunConfig, run: RunDirectory, *, resume: bool, console: Console) -> int:
+    """Run from the command line: shows the summary; returns the exit code.
+
+    0 finished or drained after Ctrl-C, 143 drained after SIGTERM, 130 or 143 stopped at once.
+    """
+    try:
+        result, ended_by = _trio_run(config, run, resume, console)
+    except KeyboardInterrupt:
+        return 130
+    except Interrupted as stop:
+        console.print(f"stopped at once; continue with: streamrl launch --resume --name {run.path.name}")
+        return 128 + stop.number
+    summary.show(result, console)
+    if ended_by is not None:
+        console.print(f"continue with: streamrl launch --resume --name {run.path.name}", soft_wrap=True)
+    return 143 if ended_by == signal.SIGTERM else 0
+
+
+def run(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    *,
+    name: str | None = None,
+    resume: bool = False,
+    console: Console | None = None,
+) -> summary.Summary:
+    """Train, and return how it went: the same as `streamrl launch`, from Python.
+
+    `config` is a RunConfig, nested mappings with the same keys, or a YAML file. Without a `console` nothing is
+    printed. A signal that ends the run early is in the summary's `outcome`.
+
+    Raises:
+        ConfigError: before anything is started.
+        StreamRLError: the first error of the run, by name.
+    """
+    if isinstance(config, str | Path):
+        config = load_file(Path(config), name=name)
+    elif isinstance(config, Mapping):
+        config = resolve(config, name=name)
+    elif name is not None:
+        config = msgspec.structs.replace(config, name=name)
+    check(config)
+    directory, _ = rundir.choose(config, resume=resume, named=name is not None)
+    silent = console or Console(quiet=True)
+    result, _ = _trio_run(directory.configured(config), directory, resume, silent)
+    return result
+
+
+def _trio_run(
+    config: RunConfig, run: RunDirectory, resume: bool, console: Console
+) -> tuple[summary.Summary, int | None]:
+    async def main() -> tuple[summary.Summary, int | None]:
+        return await conduct(config, run, resume=resume, console=console)
+
+    try:
+        return trio.run(main)
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group

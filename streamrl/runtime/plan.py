@@ -1,0 +1,58 @@
+"""Which processes a configuration comes to."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+from streamrl_queue.errors import ConfigError
+
+from ..config import RunConfig
+from .rundir import RunDirectory
+from .supervisor import RoleSpec
+
+
+NEEDED = ("torch", "transformers", "tokenizers", "safetensors")
+"""What the learner and the embedded engine import."""
+
+
+def require_installed() -> None:
+    """Raises ConfigError when a package that the roles of this machine need is missing, with the command to get it."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"engine.kind: embedded and the learner need {', '.join(missing)}, which this Python does not have; "
+            f"pip install 'streamrl[train]'"
+        )
+
+
+def learner_names(config: RunConfig) -> tuple[str, ...]:
+    return tuple(f"learner-{rank}" for rank in range(config.learner.ranks))
+
+
+def role_names(config: RunConfig) -> tuple[str, ...]:
+    """All roles, in the order in which they are started."""
+    counts = {"engine": config.engine.count, "producer": config.producers, "scorer": config.scorers}
+    workers = (f"{kind}-{i}" for kind, count in counts.items() for i in range(count))
+    return ("queue", *learner_names(config), *workers)
+
+
+def role_specs(config: RunConfig, run: RunDirectory) -> tuple[RoleSpec, ...]:
+    """How to start each role, and what its supervisor forgives."""
+    return tuple(_spec(name, config, run) for name in role_names(config))
+
+
+def _spec(name: str, config: RunConfig, run: RunDirectory) -> RoleSpec:
+    kind = name.rpartition("-")[0]
+    threads = {"learner": config.learner.threads, "engine": config.engine.threads}.get(kind, 1)
+    return RoleSpec(
+        name=name,
+        command=(sys.executable, "-m", "streamrl.runtime.role", name, "--run", str(run.path)),
+        log=run.logs / f"{name}.log",
+        restarts=config.supervision.restarts if kind in ("engine", "producer", "scorer") else 0,
+        window=config.supervision.window_seconds,
+        # The leading rank serves joining engines until it is told to stop; the others end before it.
+        ends=kind == "learner" and name != "learner-0",
+        # Libraries size their thread pools when they are loaded, before any setting of ours could reach them.
+        environment={"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"},
+    )

@@ -1,0 +1,199 @@
+"""The whole learner against a real queue: warm start, steps, checkpoints, versions, export, resume."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import trio
+from learner_engines import FakeEngine
+from learner_fakes import VOCAB, write_model_dir
+
+from streamrl_learners.advantage_worker import run_advantage_worker
+from streamrl_learners.checkpoint import complete_steps
+from streamrl_learners.config import Grpo, LearnerConfig, PPOClip, TinyModel, WarmStart
+from streamrl_learners.learner import run_learner
+from streamrl_queue import BlockingTransferQueue, QueueConfig, Task, TransferQueue, open_broker, training_flow
+from streamrl_queue.errors import WeightError
+from streamrl_queue.nursery import run
+from streamrl_queue.schema import Segment, Span, Trajectory, reward_batch, trajectory_batch
+
+CONFIG = LearnerConfig(
+    steps=4,
+    rows_per_step=8,
+    warmup_steps=1,
+    checkpoint_every=2,
+    publish_seconds=10.0,
+    wait_seconds=20.0,
+    linger_seconds=0.05,
+)
+TINY = TinyModel(warm_start=WarmStart(clean_steps=2, sloppy_steps=1, batch=4))
+
+
+def demonstrate(rng: random.Random, sloppy: bool) -> tuple[np.ndarray, np.ndarray]:
+    n = rng.randrange(4, 9)
+    return np.array([rng.randrange(VOCAB) for _ in range(n)], np.int32), np.array([0] + [1] * (n - 1), np.uint8)
+
+
+def episode(row: int, version: int) -> Trajectory:
+    rng = np.random.default_rng(row)
+    n = int(rng.integers(5, 16))
+    return Trajectory(
+        tokens=rng.integers(0, VOCAB, n).astype(np.int32),
+        mask=np.array([0, 0] + [1] * (n - 2), np.uint8),
+        logprobs=np.array([np.nan] * 2 + [-3.5] * (n - 2), np.float32),
+        versions=(Span(2, version, version),),
+        segments=(Segment(0, n),),
+        turns=1,
+        status="completed",
+        sampling={"temperature": 1.0},
+        outcome=float(rng.random()),
+    )
+
+
+async def produce(address: str, engine: FakeEngine) -> None:
+    """Roll rows out and score them until cancelled."""
+    async with TransferQueue.connect(address, role="producer") as queue:
+        while True:
+            if lease := await queue.lease("rollout", rows=4, wait=30.0):
+                version = await engine.at_least(lease.version)
+                episodes = [episode(id, version) for id in lease.ids]
+                await queue.write(lease, trajectory_batch(lease.ids, episodes))
+                scored = await queue.lease("reward", rows=64, wait=5.0)
+                assert scored is not None
+                rewards = [float(x) for x in np.random.default_rng(scored.ids[0]).random(len(scored.ids))]
+                await queue.write(scored, reward_batch(scored.ids, rewards, [{}] * len(rewards)))
+
+
+async def advantages(address: str) -> None:
+    async with TransferQueue.connect(address, role="scorer") as queue:
+        await run_advantage_worker(queue, Grpo())
+
+
+async def sample(address: str, engine: FakeEngine) -> None:
+    async with (
+        engine.serve(),
+        TransferQueue.connect(address, role="engine", name=engine.name, endpoint=engine.endpoint),
+    ):
+        await trio.sleep_forever()
+
+
+class Run:
+    """A queue with a producer, a scorer and an engine in a thread of their own."""
+
+    def __init__(self, directory: Path, engine: FakeEngine, tasks: int) -> None:
+        self.directory = directory
+        self.engine = engine
+        self.tasks = tasks
+        self.address = ""
+        self.opened = threading.Event()
+        self.token: trio.lowlevel.TrioToken
+        self.scope = trio.CancelScope()
+
+    async def main(self) -> None:
+        flow = training_flow(QueueConfig(max_staleness=2), rows_per_step=8)
+        async with trio.open_nursery() as nursery, open_broker(flow, self.directory) as broker:
+            self.address = broker.address
+            self.token = trio.lowlevel.current_trio_token()
+            nursery.start_soon(produce, self.address, self.engine)
+            nursery.start_soon(advantages, self.address)
+            nursery.start_soon(sample, self.address, self.engine)
+            async with TransferQueue.connect(self.address) as queue:
+                await queue.put([Task(env="e", task={}, index=i) for i in range(self.tasks)], members=4)
+                self.opened.set()
+                with self.scope:
+                    await trio.sleep_forever()
+            nursery.cancel_scope.cancel()
+
+
+@contextmanager
+def running(directory: Path, engine: FakeEngine, tasks: int = 8) -> Iterator[Run]:
+    machine = Run(directory, engine, tasks)
+    thread = threading.Thread(target=run, args=(machine.main,))
+    thread.start()
+    assert machine.opened.wait(10)
+    try:
+        yield machine
+    finally:
+        trio.from_thread.run_sync(machine.scope.cancel, trio_token=machine.token)
+        thread.join(10)
+
+
+def learn(
+    machine: Run, tmp_path: Path, *, stop_after: int = 99, resume: bool = False, config: LearnerConfig = CONFIG
+) -> list[dict]:
+    """Run a learner to its end, or until it has told about step `stop_after`; what it emitted."""
+    emitted: list[dict] = []
+    with BlockingTransferQueue.connect(machine.address, role="learner") as queue:
+        run_learner(
+            queue,
+            config=config,
+            algorithm=PPOClip(),
+            model=TINY,
+            model_dir=write_model_dir(tmp_path / "base"),
+            run_dir=tmp_path,
+            demonstrations=demonstrate,
+            seed=1,
+            emit=emitted.append,
+            should_stop=lambda: bool(emitted) and emitted[-1]["step"] >= stop_after,
+            resume=resume,
+        )
+        machine.statistics, machine.versions = queue.statistics(), queue.versions()
+    return emitted
+
+
+def test_a_run_from_warm_start_to_exported_model(tmp_path):
+    """Slow (about 3 s): a queue, an engine, a producer and a learner."""
+    from safetensors.torch import load_file
+
+    engine = FakeEngine("engine-0")
+    with running(tmp_path / "journal", engine) as machine:
+        emitted = learn(machine, tmp_path)
+    machine.statistics.check()
+    assert machine.statistics.trained == 32
+    assert [(v.step, v.committed) for v in machine.versions] == [(step, True) for step in range(5)]
+    assert [metrics["step"] for metrics in emitted] == [1, 2, 3, 4]
+    assert max(metrics["lag_max"] for metrics in emitted) <= 2
+    assert all(metrics["rows"] == 8 for metrics in emitted)
+    assert complete_steps(tmp_path / "checkpoints") == [2, 4]
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    start = load_file(tmp_path / "base" / "model.safetensors")
+    assert (tmp_path / "model" / "tokenizer.json").exists()
+    for name, tensor in engine.policy.lm.named_parameters():
+        assert torch.equal(exported[name], tensor)
+    assert not torch.equal(exported["model.norm.weight"], start["model.norm.weight"])
+
+
+def test_a_stopped_run_resumes_under_fresh_versions_and_trains_no_row_twice(tmp_path):
+    """Slow (about 4 s): two learners, one after the other."""
+    engine = FakeEngine("engine-0")
+    with running(tmp_path / "journal", engine) as machine:
+        stopped = learn(machine, tmp_path, stop_after=3)
+        assert [metrics["step"] for metrics in stopped] == [1, 2, 3]
+        assert complete_steps(tmp_path / "checkpoints")[-1] == 3
+        before = {version.id for version in machine.versions}
+        resumed = learn(machine, tmp_path, resume=True)
+    assert [metrics["step"] for metrics in resumed] == [4]
+    machine.statistics.check()
+    assert machine.statistics.trained == 32
+    assert machine.statistics.step == 4
+    fresh = [version for version in machine.versions if version.id not in before]
+    assert [version.step for version in fresh] == [3, 4]
+
+
+def test_a_publish_that_cannot_be_verified_ends_the_learner_with_its_own_error(tmp_path):
+    """Slow (about 3 s): the learner waits `wait_seconds` for a sound engine."""
+    engine = FakeEngine("engine-0", "apply")
+    config = msgspec.structs.replace(CONFIG, wait_seconds=1.0)
+    with (
+        running(tmp_path / "journal", engine) as machine,
+        pytest.raises(WeightError, match=r"publish of step 0: .*engine-0: apply: out of memory"),
+    ):
+        learn(machine, tmp_path, config=config)

@@ -1,0 +1,139 @@
+"""Configuration: what is refused, in which words, and that what is printed can be read back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl import explain, settings
+from streamrl.config import RunConfig, find_file, load_file, resolve, to_yaml
+from streamrl_queue.errors import ConfigError
+
+ENV = {"env": "streamrl_agents.environments.lookup:Lookup"}
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(ENV, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("queue.max_stalness=3", "unknown key queue.max_stalness; did you mean queue.max_staleness?"),
+        ("max_staleness=3", "unknown key max_staleness; did you mean queue.max_staleness?"),
+        ("lerner.steps=3", "unknown key lerner; did you mean learner?"),
+        ("learner.stesp=3", "unknown key learner.stesp; did you mean learner.steps?"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, said: str) -> None:
+    assert refusal(override) == said
+
+
+def test_an_option_that_the_chosen_kind_would_ignore_is_refused_naming_its_keys() -> None:
+    said = refusal("algorithm={loss: reinforce, clip: 0.3}")
+    assert "algorithm.clip" in said
+    assert "loss: reinforce" in said
+    assert "its keys are advantage, correction" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "both"),
+    [
+        (["algorithm.correction=none"], ("algorithm.correction", "queue.max_staleness")),
+        (["tasks.group_size=1"], ("algorithm.advantage", "tasks.group_size")),
+        (["learner.rows_per_step=60"], ("learner.rows_per_step", "tasks.group_size")),
+        (["queue.waiting_rows=8"], ("queue.waiting_rows", "learner.rows_per_step")),
+        (["rollout.max_tokens=4096"], ("rollout.max_tokens", "engine.max_tokens")),
+        (["learner.min_engines=2"], ("learner.min_engines", "engine.count")),
+        (["engine.max_tokens=4096"], ("engine.max_tokens", "model.max_positions")),
+        (["rollout.temperature=0"], ("rollout.temperature", "tasks.group_size")),
+    ],
+)
+def test_a_contradiction_names_both_keys(overrides: list[str], both: tuple[str, str]) -> None:
+    # The defaults of model and engine differ in length; the case under test is the only contradiction.
+    said = refusal("model.max_positions=2048", *overrides)
+    assert all(key in said for key in both)
+
+
+def test_asynchrony_without_a_correction_is_allowed_only_when_nothing_is_stale() -> None:
+    config = resolve(ENV, ["model.max_positions=2048", "algorithm.correction=none", "queue.max_staleness=0"])
+    assert config.queue.max_staleness == 0
+
+
+def test_a_value_of_the_wrong_type_is_refused_with_its_key() -> None:
+    assert refusal("learner.steps=many") == "learner.steps: expected `int`, got `str`"
+
+
+def test_an_unknown_kind_is_refused_with_the_kinds_there_are() -> None:
+    assert "expected one of ppo_clip, reinforce" in refusal("algorithm.loss=ppo")
+
+
+def test_scientific_notation_is_a_number() -> None:
+    assert settings.parse_yaml("2e-3", "here") == 0.002
+    assert settings.parse_yaml("1E5", "here") == 100000.0
+
+
+def test_a_key_that_appears_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"file\.yaml: key 'steps' appears twice \(line 2\)"):
+        settings.parse_yaml("steps: 1\nsteps: 2\n", "file.yaml")
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", "learner..steps=3"])
+def test_an_override_that_is_none_is_refused_with_an_example(override: str) -> None:
+    assert "expected key.sub=value" in refusal(override)
+
+
+def test_an_override_through_a_plain_value_says_what_to_write() -> None:
+    assert "write env={...}" in refusal("env.kind=x")
+
+
+def test_a_plain_string_chooses_a_kind_with_its_defaults() -> None:
+    config = resolve(ENV, ["model.max_positions=2048", "algorithm.correction=truncated_is"])
+    assert settings.plain(config)["algorithm"]["correction"] == {"kind": "truncated_is", "cap": 2.0}
+
+
+@pytest.mark.parametrize("name", ["demo", "calc"])
+def test_shipped_configurations_are_valid_and_survive_a_round_trip(name: str) -> None:
+    config = load_file(find_file(name))
+    assert config.name == name
+    assert settings.build(RunConfig, settings.parse_yaml(to_yaml(config), "round trip")) == config
+
+
+def test_without_a_name_the_demo_is_found_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_file(None).name == "demo.yaml"
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "demo.yaml").write_text("env: x:Y\n")
+    assert find_file(None) == Path("configs/demo.yaml")
+
+
+def test_a_missing_file_is_refused_with_the_names_of_the_shipped_ones() -> None:
+    with pytest.raises(ConfigError, match=r"no such file; shipped with streamrl: calc, demo"):
+        find_file("nowhere.yaml")
+
+
+def test_every_key_is_explained() -> None:
+    unexplained = [key.path for key in explain.keys(RunConfig) if not key.meaning]
+    assert unexplained == []
+
+
+def test_the_first_difference_of_two_configurations_is_found_by_key() -> None:
+    a = {"x": 1, "learner": {"steps": 3, "rate": 1}}
+    b = {"x": 1, "learner": {"steps": 4, "rate": 2}}
+    assert settings.first_difference(a, b) == ("learner.steps", 3, 4)
+    assert settings.first_difference(a, dict(a)) is None
+    assert settings.first_difference({}, {"only": 1}) == ("only", None, 1)
+
+
+def test_queue_and_configuration_import_without_torch() -> None:
+    code = (
+        "import sys, streamrl.config, streamrl_queue, streamrl_agents; "
+        "print([m for m in ('torch', 'transformers', 'ray', 'vllm', 'tokenizers', 'matplotlib') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
