@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -157,7 +156,7 @@ async def remote(sessions: int, seconds: float) -> None:
             open_broker(flow, path / "journal", bind=f"ipc://{path}/queue", durability="memory") as broker,
             TransferQueue.connect(broker.address) as queue,
         ):
-            engine = subprocess.Popen([sys.executable, __file__, "--engine", folder])
+            engine = await trio.lowlevel.open_process([sys.executable, __file__, "--engine", folder])
             await push(queue)
             async with EngineFleet.watch(queue) as fleet, trio.open_nursery() as nursery:
                 counts: list[int] = []
@@ -174,7 +173,7 @@ async def remote(sessions: int, seconds: float) -> None:
                 print(f"  client {ours / n * 1e6:.0f} us/request ({ours / seconds:.0%} of a core)")
                 nursery.cancel_scope.cancel()
             engine.terminate()
-            engine.wait()
+            await engine.wait()
 
 
 def main() -> None:

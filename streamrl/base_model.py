@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from streamrl_agents.agent import Agent
-from streamrl_agents.vocabulary import build_tokenizer, write_model_files
-from streamrl_learners.config import HFModel, TinyModel
+from streamrl_agents.vocabulary import END, PAD, build_tokenizer, write_model_files
+from streamrl_learners.config import HFModel
+from streamrl_learners.tiny import config_json
 from streamrl_queue.errors import ConfigError
 
 from .config import RunConfig
@@ -35,7 +35,9 @@ def write_base(config: RunConfig, agent: Agent, base: Path) -> None:
     else:
         tokenizer = build_tokenizer(agent)
         write_model_files(base, tokenizer)
-        text = json.dumps(tiny_qwen2(config.model, vocabulary=tokenizer.get_vocab_size()), indent=2)
+        ids = tokenizer.get_vocab()
+        architecture = config_json(config.model, vocab_size=len(ids), eos_token_id=ids[END], pad_token_id=ids[PAD])
+        text = json.dumps(architecture, indent=2)
         # Last: its presence says that the others are there.
         (base / "config.json").write_text(text + "\n")
 
@@ -52,26 +54,3 @@ def copy_model(source: Path, base: Path) -> None:
             shutil.copyfile(file, base / file.name)
     for file in weights:
         (base / file.name).symlink_to(file.resolve())
-
-
-def tiny_qwen2(model: TinyModel, *, vocabulary: int) -> dict[str, Any]:
-    """The `config.json` of a Qwen2 model of this size; `vocabulary` is the number of token ids."""
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "vocab_size": vocabulary,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.intermediate,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "max_position_embeddings": model.max_positions,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-6,
-        "initializer_range": model.initializer_range,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "use_sliding_window": False,
-        "attention_dropout": 0.0,
-        "dtype": "float32",
-    }

@@ -7,6 +7,7 @@ install.
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -93,6 +94,7 @@ class _MLflowSink:
     def __init__(self, tracker: MLflow, run: Path, config: Mapping[str, Any]) -> None:
         mlflow = _require("mlflow", "mlflow")
         uri = tracker.uri or f"sqlite:///{run / 'mlflow.db'}"
+        self._metric = mlflow.entities.Metric
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         found = self._client.get_experiment_by_name(tracker.experiment)
         experiment = found.experiment_id if found else self._client.create_experiment(tracker.experiment)
@@ -101,8 +103,9 @@ class _MLflowSink:
             self._client.log_param(self._id, key, str(value)[:500])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._client.log_metric(self._id, name, value, step=step)
+        now = int(time.time() * 1000)
+        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

@@ -73,7 +73,8 @@ def rows_of(batch: pa.RecordBatch) -> list[Row]:
     """The rows of an Arrow batch with `row` and COLUMNS.
 
     Raises:
-        SchemaError: for a row whose sampling truncates the distribution: its log-probs have no counterpart here.
+        SchemaError: a sampled token without a finite log-prob, or a row whose sampling truncates the distribution:
+            its log-probs have no counterpart here.
     """
     ids = batch.column("row").to_pylist()
     sampling = [dict(pairs) for pairs in batch.column("sampling").to_pylist()]
@@ -87,7 +88,17 @@ def rows_of(batch: pa.RecordBatch) -> list[Row]:
         batch.column("advantage").to_pylist(),
         strict=True,
     )
-    return [Row(*values) for values in columns]
+    rows = [Row(*values) for values in columns]
+    for row in rows:
+        _check_logprobs(row)
+    return rows
+
+
+def _check_logprobs(row: Row) -> None:
+    sampled = row.logprobs[row.mask == 1]
+    if not np.isfinite(sampled).all():
+        bad = sampled[~np.isfinite(sampled)][0]
+        raise SchemaError(f"row {row.id}: logprobs: expected finite numbers for sampled tokens, got {bad}")
 
 
 def temperature_of(row: int, sampling: Mapping[str, float]) -> float:

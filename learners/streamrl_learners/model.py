@@ -95,7 +95,7 @@ def check_head(policy: Policy, name: str) -> None:
         error = float((sequence_logprobs(policy, tokens) - wanted).abs().max())
     if not error <= HEAD_TOLERANCE:
         raise ConfigError(
-            f"model.path: {name}: lm_head(model(tokens)) gives other log-probs than the model itself, by {error:.3g} nats; "
+            f"model.path: {name}: lm_head(model(tokens)) misses the model's own log-probs by {error:.3g} nats; "
             "a model that caps or scales its logits is not supported"
         )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -81,6 +82,8 @@ class Publisher:
         self._ranks = ranks
         self._should_stop = should_stop
         self._courier: Courier | None = None
+        # How long the last `publish` waited for the one before.
+        self.waited_seconds = 0.0
         if ranks.leads:
             self._store = host_store(host)
             address = f"{host}:{self._store.port}"
@@ -96,8 +99,10 @@ class Publisher:
             WeightError: when the publish before could not be verified on `min_engines` engines.
         """
         snapshot = take(policy, step, self._ranks)
+        started = time.monotonic()
         if self._courier and snapshot and self._settled():
             self._queue.portal.call(self._courier.accept, snapshot)
+        self.waited_seconds = time.monotonic() - started
 
     def finish(self) -> None:
         """Return when all that was handed over is committed; after a stop request, wait only a little for it.
@@ -110,6 +115,7 @@ class Publisher:
     def _settled(self) -> bool:
         """Wait until nothing is left to publish; False when a stop request came first."""
         while self._courier and not self._queue.portal.call(self._courier.settled, LOOK_SECONDS):
+            self._queue.report("waits for a publish to be verified")
             if self._should_stop():
                 return False
         return True
@@ -276,14 +282,15 @@ class Courier:
         """Bring the committed version to engines that joined, or that failed before."""
         assert self._committed
         snapshot, manifest = self._committed
+        failures = list[Failure]()
         with trio.CancelScope() as self._repair:
             failures = await self._delivery.verify(snapshot, manifest, engines)
-            if failures:
-                await self._withdraw(manifest.version, engines, failures)
-            else:
-                await self._resume(manifest.version, engines)
         if self._repair.cancelled_caught:
             await self._delivery.abort(manifest.version, engines, "a newer version is on its way")
+        elif failures:
+            await self._withdraw(manifest.version, engines, failures)
+        else:
+            await self._resume(manifest.version, engines)
 
     async def _rest(self) -> None:
         """Wait for a change, or until the next failed engine may be tried again."""

@@ -45,14 +45,18 @@ class Reporter:
         self._since = clock()
 
     def step(self, step: int, report: dict[str, float], *, idle_seconds: float) -> None:
-        """Emit the metrics of `step`: the report, its times, and the version committed last."""
+        """Emit the metrics of `step`: the report, its times, and the version committed last.
+
+        `idle_share` is the time spent waiting, for rows (`idle_seconds`) or for the publish before.
+        """
         now = self._clock()
         seconds, self._since = max(now - self._since, 1e-9), now
         if not self._ranks.leads:
             return
         metrics = {"step": step} | report
         metrics["seconds"] = seconds
-        metrics["idle_share"] = min(1.0, idle_seconds / seconds)
+        metrics["publish_wait_seconds"] = self._publisher.waited_seconds
+        metrics["idle_share"] = min(1.0, (idle_seconds + self._publisher.waited_seconds) / seconds)
         metrics["tokens_per_second"] = report["tokens"] / seconds
         if published := self._publisher.last:
             metrics |= {

@@ -26,6 +26,7 @@ from streamrl_agents.template import ChatTemplate
 from streamrl_queue import Lease, TransferQueue
 from streamrl_queue.batches import RowKeys
 from streamrl_queue.errors import LeaseExpired, LimitReached, SchemaError, StreamRLError
+from streamrl_queue.nursery import open_nursery
 from streamrl_queue.schema import Trajectory, trajectory_batch
 
 from .config import RolloutConfig
@@ -101,7 +102,7 @@ class Producer:
 
     async def run(self) -> None:
         """The loop of `run_producer`."""
-        async with trio.open_nursery() as nursery:
+        async with open_nursery() as nursery:
             nursery.start_soon(self._report)
             while True:
                 room = self._config.concurrency - self._active

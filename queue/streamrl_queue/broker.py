@@ -25,24 +25,26 @@ import pyarrow.compute as pc
 import trio
 
 from . import messages as m
-from . import wire
+from . import snapshot, wire
 from .batches import RowKeys, decode, gather
 from .config import Durability, Flow
 from .errors import ProtocolError, QueueFull, SchemaError, StreamRLError
-from .events import Event
-from .journal import Journal
+from .events import Dropped, Event, Moved
+from .journal import Damaged, Journal, Recovery
 from .nursery import open_nursery
 from .rows import Rows
 from .rpc import Forget
 from .schema import check
 from .sessions import Sessions
 from .state import Row
-from .transport import Buffer, Router
+from .transport import ZEROMQ, Buffer, Router, Transport
 
 log = logging.getLogger(__name__)
 
 # Messages taken in before replies go out: enough to share one fsync, few enough to answer soon.
 BATCH: Final = 64
+# Moved out of a sparse segment between two rounds of messages: a few milliseconds' worth.
+MOVED_BYTES: Final = 4 << 20
 # Replies kept per session for requests that are sent again.
 REMEMBERED: Final = 64
 
@@ -88,6 +90,9 @@ class Broker:
             OrderedDict
         )
         self._seen_epoch = 0
+        # The segment that is being emptied, and what is still to move: (record, stage) → rows.
+        self._moving = 0
+        self._moves: dict[tuple[int, str], list[int]] = {}
         self.protocol_errors = 0
         self._handlers: dict[type, Callable[[Asked], msgspec.Struct | tuple[msgspec.Struct, Buffer] | None]] = {
             m.Hello: self._hello,
@@ -118,12 +123,32 @@ class Broker:
         """Fold the journal; returns how many events there were. Leases and sessions get their full time anew."""
         events = 0
         now = self._clock()
-        for event, record in self._journal.recover():
+        if (state := self._journal.snapshot()) is not None:
+            self.rows = snapshot.load(self.rows.flow, state, now=now)
+        damaged: list[Damaged] = []
+        for found in self._journal.recover():
+            if isinstance(found, Damaged):
+                damaged.append(found)
+            event, record = (found.event, found.record) if isinstance(found, Damaged) else found
             self.rows.apply(event, now=now, record=record)
             events += 1
+        self.rows.freed.clear()
+        for record in self.rows.references:
+            self._journal.need(record)
+        self._journal.dump = lambda: snapshot.dump(self.rows)
+        for found in damaged:
+            self._give_up(found)
         for lease in self.rows.leases.values():
             self.sessions.expect(now, lease.session)
         return events
+
+    def _give_up(self, damaged: Damaged) -> None:
+        """Rows whose columns are lost to damage are dropped."""
+        places = ((id, place) for id, row in self.rows.rows.items() for place in row.places.values())
+        rows = tuple(sorted({id for id, place in places if place.record == damaged.record}))
+        log.error("%s is damaged: %d rows given up: %s", damaged.place, len(rows), rows[:20])
+        if rows:
+            self._record(Dropped(self._wall(), rows, "journal_damage"))
 
     async def serve(self) -> None:
         """Answer until cancelled.
@@ -160,12 +185,22 @@ class Broker:
             key = envelope.session, envelope.id
             self._waiting = [asked for asked in self._waiting if (asked.session, asked.id) != key]
             return
+        if isinstance(request, Forget):
+            self._forget(envelope.session, envelope.id)
+            return
         wait = getattr(request, "wait", 0.0)
         asked = Asked(peer, envelope.session, envelope.id, request, payload or b"", self._clock() + wait)
         if (known := self._remembered[asked.session].get(asked.id)) is not None:
             self._reply(asked, known)
         elif not self._is_waiting(asked):
             self._handle(asked)
+
+    def _forget(self, session: str, id: int) -> None:
+        """Nobody waits for this request's reply any more: rows that it was granted go back."""
+        self._waiting = [asked for asked in self._waiting if (asked.session, asked.id) != (session, id)]
+        if (lease := self.rows.granted(session, id)) is not None:
+            reason = "its request was given up"
+            self._record(self.rows.release(self._wall(), session, lease.id, None, "released", reason))
 
     def _is_waiting(self, asked: Asked) -> bool:
         """Whether this request is a repetition of one that waits; then its reply goes to the new peer."""
@@ -220,6 +255,11 @@ class Broker:
             return
         record = self._journal.append(event, payload)
         self.rows.apply(event, now=self._clock(), record=record)
+        if record in self.rows.references:
+            self._journal.need(record)
+        for freed in self.rows.freed:
+            self._journal.free(freed)
+        self.rows.freed.clear()
         self._unsynced |= sync or self._journal.durability == "fsync"
 
     # -- time
@@ -230,14 +270,33 @@ class Broker:
         return min(waiting, self.sessions.next_deadline(), lease if lease is not None else float("inf"))
 
     def _tick(self, now: float) -> None:
-        """End what has run out: leases, sessions."""
-        for ended in list(self.rows.expire(now, self._wall())):
+        """End what has run out: leases, sessions. Tidy the journal."""
+        for ended in self.rows.expire(now, self._wall()):
             lease = self.rows.leases[ended.lease]
             log.warning("lease %d of %s ran out: %d rows requeued", lease.id, lease.stage, len(ended.rows))
             self._record(ended)
         for session in self.sessions.late(now):
             seconds = self.sessions.session_seconds
             self._lose(session, f"no heartbeat for {seconds:.1f} s")
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Move what is left of a sparse segment to the journal's end, a little at a time; delete what is empty."""
+        if (sparse := self._journal.sparse()) is not None:
+            if self._moving != sparse:
+                self._moving = sparse
+                self._moves = self.rows.in_segment(sparse)
+            moved = 0
+            while self._moves and moved < MOVED_BYTES:
+                (record, stage), rows = self._moves.popitem()
+                if record in self.rows.references:
+                    payload = bytes(self._journal.payload(record))
+                    self._record(Moved(self._wall(), stage, tuple(rows)), payload)
+                    moved += len(payload)
+            if not self._moves:
+                self._moving = 0
+        for number in self._journal.delete_unneeded():
+            log.info("journal segment %d is no longer needed and was deleted", number)
 
     def _lose(self, session: str, reason: str) -> int:
         """A process is gone: its leases end."""
@@ -289,6 +348,7 @@ class Broker:
             rows += len(ended.rows)
             self._record(ended)
         self.sessions.end(asked.session)
+        self._remembered.pop(asked.session, None)
         return m.Number(rows)
 
     def _end_session(self, asked: Asked) -> m.Number:
@@ -458,7 +518,7 @@ class Broker:
         return m.Number(before - self.rows.statistics().trained)
 
     def _statistics(self, asked: Asked) -> m.Counts:
-        return m.Counts(self.rows.statistics(), self._journal.bytes)
+        return m.Counts(self.rows.statistics(), self._journal.size)
 
     # -- columns
 
@@ -497,7 +557,10 @@ async def open_broker(
     bind: str = "tcp://127.0.0.1:0",
     durability: Durability = "flush",
     segment_bytes: int = 64 << 20,
+    recovery: Recovery = "stop",
     key: bytes | None = None,
+    transport: Transport = ZEROMQ,
+    wall: Callable[[], float] = time.time,
 ) -> AsyncIterator[Broker]:
     """A broker that serves until the block is left. `broker.address` tells where.
 
@@ -505,10 +568,10 @@ async def open_broker(
         AddressError: the address is taken, or public without a key.
         JournalError: the journal is damaged, or another broker has it.
     """
-    journal = Journal(directory, durability=durability, segment_bytes=segment_bytes)
+    journal = Journal(directory, durability=durability, segment_bytes=segment_bytes, recovery=recovery)
     try:
-        with Router(bind, key=key) as router:
-            broker = Broker(flow, journal, router, key=key)
+        with transport.router(bind, key=key) as router:
+            broker = Broker(flow, journal, router, key=key, wall=wall)
             events = broker.recover()
             if events:
                 log.info("recovered %d events from %s", events, directory)

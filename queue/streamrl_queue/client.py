@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple, Self
 
@@ -20,7 +21,7 @@ from .nursery import open_nursery
 from .rpc import RpcClient
 from .schema import Task, check, task_batch
 from .state import Statistics, Version
-from .transport import Dealer
+from .transport import ZEROMQ, Transport
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +60,18 @@ class Lease(NamedTuple):
 class TransferQueue:
     """A session at a broker. Open it with `connect`; share it between tasks."""
 
-    def __init__(self, rpc: RpcClient, session: str, hello: m.Hello, address: str) -> None:
+    def __init__(
+        self, rpc: RpcClient, session: str, hello: m.Hello, address: str, wall: Callable[[], float] = time.time
+    ) -> None:
         self.session = session
         self.address = address
         self._rpc = rpc
         self._hello = hello
         self._activity = "starts"
-        self._since = time.time()
+        self._wall = wall
+        self._since = wall()
         self._gauges: dict[str, float] = {}
+        self._puts = itertools.count(1)
 
     def __repr__(self) -> str:
         return f"<TransferQueue {self._hello.name} at {self.address}: {self._activity}>"
@@ -82,6 +87,9 @@ class TransferQueue:
         name: str | None = None,
         endpoint: str | None = None,
         deadline: float = 10.0,
+        transport: Transport = ZEROMQ,
+        session: str | None = None,
+        wall: Callable[[], float] = time.time,
     ) -> AsyncIterator[Self]:
         """A session that lives, by heartbeat, as long as the block.
 
@@ -92,17 +100,20 @@ class TransferQueue:
             name: what this process is called; by default role and process id.
             endpoint: where this process itself listens, for `members`.
             deadline: seconds to wait for the broker.
+            transport: how to get there; the simulator has its own.
+            session: the session's name, unique for ever; random by default.
+            wall: the clock for people, in seconds since the epoch.
 
         Raises:
             DeadlineExceeded: nobody answers at `address` (or the key is another one: such messages are dropped).
         """
-        session = os.urandom(8).hex()
+        session = session or os.urandom(8).hex()
         hello = m.Hello(name or f"{role}-{os.getpid()}", role, endpoint)
-        with Dealer(address) as dealer:
+        with transport.dealer(address) as dealer:
             rpc = RpcClient(dealer, m.Reply, key, session)
             async with open_nursery() as nursery:
                 nursery.start_soon(rpc.receive)
-                queue = cls(rpc, session, hello, address)
+                queue = cls(rpc, session, hello, address, wall)
                 source = f"the queue at {address}"
                 welcome: m.Welcome = await rpc.call(hello, deadline=deadline, resend=RESEND_SECONDS, source=source)
                 nursery.start_soon(queue._beat, welcome.session_seconds / HEARTBEATS_PER_SESSION)
@@ -150,7 +161,7 @@ class TransferQueue:
     def report(self, activity: str | None = None, **gauges: float) -> None:
         """Say what this process does or waits for, and show numbers; both go out with the next heartbeat."""
         if activity is not None and activity != self._activity:
-            self._activity, self._since = activity, time.time()
+            self._activity, self._since = activity, self._wall()
         self._gauges.update(gauges)
 
     async def announce(self, *, ready: bool, version: int | None = None) -> None:
@@ -189,7 +200,7 @@ class TransferQueue:
         Args:
             batch: tasks, or a record batch of any columns.
             keys: one per line, unique for ever: a repeated key makes no second group. Tasks bring their own; for a
-                record batch the default is random, so that only a resend of this very call is recognised.
+                record batch the default is this call's own, so that only a resend of this very call is recognised.
             members: rows per group.
             split: `train` or `eval`.
             priority: higher goes first.
@@ -206,8 +217,8 @@ class TransferQueue:
                 sources[task.source] = max(task.index + 1, sources.get(task.source, 0))
             batch = task_batch(batch)
         elif keys is None:
-            nonce = os.urandom(8).hex()
-            keys = [f"{nonce}/{line}" for line in range(len(batch))]
+            number = next(self._puts)
+            keys = [f"{self.session}/{number}/{line}" for line in range(len(batch))]
         check(batch, (), "put")
         ask = m.PutTasks(tuple(keys), members, split, priority, sources, wait)
         receipt, _ = await self._exchange(ask, encode(batch), wait)

@@ -56,6 +56,14 @@ class Written(msgspec.Struct, frozen=True, tag=True):
     tokens: tuple[int, ...] = ()
 
 
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    """The stage's columns of these rows lie in this record from now on, line for line as they lay in the other."""
+
+    at: float
+    stage: str
+    rows: tuple[int, ...]
+
+
 class Ended(msgspec.Struct, frozen=True, tag=True):
     """The lease on these rows is over without a write."""
 
@@ -115,4 +123,16 @@ class Reconciled(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
-Event = Put | Granted | Written | Ended | Dropped | VersionBegun | VersionCommitted | Committed | Retired | Reconciled
+Event = (
+    Put
+    | Granted
+    | Written
+    | Moved
+    | Ended
+    | Dropped
+    | VersionBegun
+    | VersionCommitted
+    | Committed
+    | Retired
+    | Reconciled
+)

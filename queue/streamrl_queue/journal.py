@@ -1,10 +1,19 @@
 """The journal: everything that happened to rows, and their columns, in append-only segments.
 
-    record   magic (4) · header bytes (4) · payload bytes (8) · digest (32) · header · payload · padding to 64
+    record     magic (4) · header bytes (4) · payload bytes (8) · header digest (16) · payload digest (16)
+               · header · padding to 64 · payload · padding to 64
+    snapshot   digest (32) · the state before the segment of the same number
 
 The header is one event as msgpack; the payload is the Arrow stream that came with it, or nothing. A record is
-written whole before it is acknowledged. On opening, every record is checked; a torn tail is cut off and reported,
-damage before the tail stops the recovery with the place. Reads are slices of the mapped segment.
+written whole before it is acknowledged. A record's number is where it lies: segment · 2^32 + byte.
+
+When a segment is full the state is written beside the next one, so that recovery reads one snapshot and what came
+after it. A segment before the snapshot whose payloads nobody needs any more is deleted; of a nearly empty one the
+payloads that are left are moved to the end of the journal first. The events of deleted segments stay, without their
+payloads, in `*.ledger` files.
+
+On opening, every record is checked. A torn tail is cut off and reported; damage before the tail stops the recovery
+with the place.
 """
 
 from __future__ import annotations
@@ -13,9 +22,10 @@ import logging
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 from blake3 import blake3
@@ -26,157 +36,243 @@ from .events import Event
 
 log = logging.getLogger(__name__)
 
-MAGIC: Final = 0x53524C31
-_HEAD: Final = struct.Struct("<IIQ32s")
+Recovery = Literal["stop", "skip"]
+Buffer = bytes | bytearray | memoryview
+
+MAGIC: Final = 0x53524C32
+_HEAD: Final = struct.Struct("<IIQ16s16s")
 # Arrow wants its buffers aligned, so that readers of a mapped segment need not copy.
 ALIGNMENT: Final = 64
+# A segment ends after so many events even when it is not full, so that recovery folds at most twice as many.
+EVENTS_PER_SEGMENT: Final = 200_000
+# A sealed segment with a smaller share of needed bytes is emptied by moving them.
+SPARSE: Final = 0.25
+SNAPSHOTS_KEPT: Final = 2
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Event).decode
+
+
+class Damaged(msgspec.Struct, frozen=True):
+    """A record whose event is whole and whose payload is not."""
+
+    event: Event
+    record: int
+    place: str
+
+
+class _Record(NamedTuple):
+    event: Event
+    start: int
+    payload: int
+    payload_bytes: int
+    end: int
+    whole: bool
 
 
 def _padded(length: int) -> int:
     return -(-length // ALIGNMENT) * ALIGNMENT
 
 
-class Segment:
-    """One file of records, mapped whole. Its size on disk is what has been written: the rest is a hole."""
+def _digest(data: Buffer) -> bytes:
+    return blake3(data).digest(length=16)
 
-    def __init__(self, path: Path, size: int) -> None:
+
+def _parse(view: memoryview, start: int) -> _Record | None:
+    """The record at `start`, when its head and its event are whole."""
+    if start + _HEAD.size > len(view):
+        return None
+    magic, header_bytes, payload_bytes, header_digest, payload_digest = _HEAD.unpack_from(view, start)
+    header = start + _HEAD.size
+    payload = start + _padded(_HEAD.size + header_bytes)
+    end = payload + payload_bytes
+    if magic != MAGIC or end > len(view) or _digest(view[header : header + header_bytes]) != header_digest:
+        return None
+    whole = not payload_bytes or _digest(view[payload:end]) == payload_digest
+    event = _decode(view[header : header + header_bytes])
+    return _Record(event, start, payload, payload_bytes, start + _padded(end - start), whole)
+
+
+def _next_whole(view: memoryview, start: int) -> int | None:
+    """Where the first whole record at or behind `start` lies."""
+    mark = MAGIC.to_bytes(4, "little")
+    for place in range(_padded(start), len(view) - _HEAD.size, ALIGNMENT):
+        if view[place : place + 4] == mark and (record := _parse(view, place)) and record.whole:
+            return place
+    return None
+
+
+class Segment:
+    """One file of records, mapped whole. Behind what has been written it is a hole."""
+
+    def __init__(self, path: Path, size: int = 0) -> None:
         self.path = path
+        self.number = int(path.stem)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        self.size = max(size, os.fstat(self._fd).st_size)
+        found = os.fstat(self._fd).st_size
+        self.size = max(size, found)
         os.ftruncate(self._fd, self.size)
         self._map = mmap.mmap(self._fd, self.size)
         self.view = memoryview(self._map)
         self.end = 0
+        self.events = 0
+        # Whether `end` is known to be the end of what was written: only then may the hole be cut off.
+        self.read = found == 0
+        # Bytes of payloads that rows still need.
+        self.needed = 0
 
-    def append(self, head: bytes, header: bytes, payload: bytes | bytearray | memoryview) -> int:
-        """Write one record; returns where its payload starts."""
+    def __repr__(self) -> str:
+        return f"<Segment {self.path.name} {self.end} bytes, {self.needed} needed>"
+
+    def append(self, head: bytes, header: bytes, payload: Buffer) -> int:
+        """Write one record; returns where it starts."""
         start = self.end
         lead = head + header
         lead += bytes(_padded(len(lead)) - len(lead))
-        done = os.pwritev(self._fd, [lead, payload], start)
-        if done != len(lead) + memoryview(payload).nbytes:
-            raise JournalError(f"{self.path}: wrote {done} of {len(lead) + memoryview(payload).nbytes} bytes")
-        self.end = start + _padded(done)
-        return start + len(lead)
+        length = len(lead) + memoryview(payload).nbytes
+        if (done := os.pwritev(self._fd, [lead, payload], start)) != length:
+            raise JournalError(f"{self.path}: the disk took {done} of {length} bytes")
+        self.end = start + _padded(length)
+        self.events += 1
+        return start
 
-    def fits(self, length: int) -> bool:
-        return self.end + length <= self.size
+    def payload(self, start: int) -> memoryview:
+        """The payload of the record at `start`."""
+        _, header_bytes, payload_bytes, _, _ = _HEAD.unpack_from(self.view, start)
+        payload = start + _padded(_HEAD.size + header_bytes)
+        return self.view[payload : payload + payload_bytes]
+
+    def payload_bytes(self, start: int) -> int:
+        return int(_HEAD.unpack_from(self.view, start)[2])
 
     def sync(self) -> None:
         os.fdatasync(self._fd)
 
-    def records(self) -> Iterator[tuple[Event, int, int]]:
-        """Check and yield every record: its event, and where its payload starts and how long it is.
+    def records(self) -> Iterator[_Record]:
+        """Check and yield every record, to the end of what was written whole.
 
         Raises:
-            JournalError: a damaged record with intact ones behind it.
+            JournalError: an event is damaged and whole records follow.
         """
-        while (found := self._read(self.end)) is not None:
-            event, payload, length, end = found
-            self.end = end
-            yield event, payload, length
-
-    def _read(self, start: int) -> tuple[Event, int, int, int] | None:
-        """The record at `start`; None at the end of what was written whole."""
-        if start + _HEAD.size > self.size:
-            return None
-        magic, header_bytes, payload_bytes, digest = _HEAD.unpack_from(self.view, start)
-        if magic == 0 and header_bytes == 0:
-            return None
-        header = start + _HEAD.size
-        payload = start + _padded(_HEAD.size + header_bytes)
-        end = payload + payload_bytes
-        whole = magic == MAGIC and end <= self.size
-        if (
-            whole
-            and blake3(self.view[header : header + header_bytes]).update(self.view[payload:end]).digest() == digest
-        ):
-            return (
-                _decode(self.view[header : header + header_bytes]),
-                payload,
-                payload_bytes,
-                start + _padded(end - start),
-            )
-        self._discard_tail(start)
-        return None
+        while (record := _parse(self.view, self.end)) is not None:
+            if not record.whole and _next_whole(self.view, record.end) is None:
+                break
+            self.end = record.end
+            self.events += 1
+            yield record
+        self._discard_tail(self.end)
+        self.read = True
 
     def _discard_tail(self, start: int) -> None:
-        """The record at `start` is not whole. That is a torn tail unless an intact record follows."""
-        for other in range(start + ALIGNMENT, self.size - _HEAD.size, ALIGNMENT):
-            magic, header_bytes, payload_bytes, _ = _HEAD.unpack_from(self.view, other)
-            if magic == MAGIC and other + _HEAD.size + header_bytes + payload_bytes <= self.size:
-                raise JournalError(
-                    f"{self.path} is damaged at byte {start}, and whole records follow; "
-                    "restore the file from a copy, or move the journal away and start the run anew"
-                )
         trailing = bytes(self.view[start:]).rstrip(b"\0")
+        if not trailing:
+            return
+        if _next_whole(self.view, start + ALIGNMENT) is not None:
+            raise JournalError(
+                f"{self.path}: the event at byte {start} is damaged, and whole records follow; "
+                "restore the file from a copy, or move the journal away and start the run anew"
+            )
         log.warning("%s: discarded %d trailing bytes of an incomplete record", self.path, len(trailing))
         self.view[start : start + len(trailing)] = bytes(len(trailing))
 
     def close(self) -> None:
         """Unmap, and give back the hole behind the last record."""
-        self.view.release()
         try:
+            self.view.release()
             self._map.close()
         except BufferError:
-            # A reply that is still on its way holds a slice; the map goes with it.
+            # A reply on its way holds a slice; the map goes with it.
             log.debug("%s: closed while a slice is in use", self.path)
-        os.ftruncate(self._fd, self.end)
+        if self.read and self.path.exists():
+            os.ftruncate(self._fd, self.end)
         os.close(self._fd)
 
 
 class Journal:
-    """All segments of one directory. `append` is the only way in."""
+    """All segments of one directory. `append` is the only way in.
 
-    def __init__(self, directory: Path, *, durability: Durability, segment_bytes: int) -> None:
-        """Open or create. Iterate `recover()` once before appending.
+    Args:
+        directory: where the files lie; made when it does not exist.
+        durability: what `append` promises; `sync` is up to the caller.
+        segment_bytes: size of a segment; a larger record gets one of its own.
+        recovery: what a damaged payload before the tail does: `stop` raises, `skip` yields it as `Damaged`.
+    """
 
-        Raises:
-            JournalError: the directory cannot be written.
-        """
+    def __init__(
+        self, directory: Path, *, durability: Durability, segment_bytes: int, recovery: Recovery = "stop"
+    ) -> None:
         self.directory = directory
         self.durability = durability
         self._segment_bytes = segment_bytes
+        self._recovery = recovery
         self._segments: dict[int, Segment] = {}
-        # Record number → segment, payload start, payload bytes.
-        self._places: dict[int, tuple[int, int, int]] = {}
-        self._next_record = 1
-        self.bytes = 0
+        self._snapshots: list[int] = []
+        # Dumps the state when a segment is full; the broker sets it.
+        self.dump: Callable[[], bytes] | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise JournalError(f"cannot make the journal directory {directory}: {error.strerror}") from error
 
-    def recover(self) -> Iterator[tuple[Event, int]]:
-        """Every event in order, with its record number."""
+    @property
+    def size(self) -> int:
+        """Bytes that the segments hold."""
+        return sum(segment.end for segment in self._segments.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        """What rows that have not left still need of it."""
+        return sum(segment.needed for segment in self._segments.values())
+
+    def snapshot(self) -> bytes | None:
+        """The newest whole snapshot; `recover` goes on behind it. None when there is none."""
+        for path in sorted(self.directory.glob("*.snapshot"), reverse=True):
+            data = path.read_bytes()
+            if blake3(data[32:]).digest() == data[:32]:
+                self._snapshots = sorted(int(p.stem) for p in self.directory.glob("*.snapshot") if p <= path)
+                return data[32:]
+            log.warning("%s is damaged; going back to the one before it", path)
+            path.unlink()
+        return None
+
+    def recover(self) -> Iterator[tuple[Event, int] | Damaged]:
+        """Every event behind the snapshot, in order, with its record number. Call `snapshot` first.
+
+        Raises:
+            JournalError: a record before the tail is damaged; names the file and the byte.
+        """
+        first = self._snapshots[-1] if self._snapshots else 0
         for path in sorted(self.directory.glob("*.segment")):
-            segment = Segment(path, 0) if path.stat().st_size else None
-            if segment is None:
+            if path.stat().st_size == 0:
                 path.unlink()
                 continue
-            number = int(path.stem)
-            self._segments[number] = segment
-            for event, start, length in segment.records():
-                yield event, self._note(number, start, length)
-            self.bytes += segment.end
+            segment = self._segments[int(path.stem)] = Segment(path)
+            for record in segment.records():
+                if segment.number < first:
+                    continue
+                number = segment.number << 32 | record.start
+                if record.whole:
+                    yield record.event, number
+                    continue
+                place = f"{path}, byte {record.start}"
+                if self._recovery == "stop":
+                    raise JournalError(
+                        f"the columns in {place} are damaged ({type(record.event).__name__} of rows "
+                        f"{getattr(record.event, 'rows', ())}); recover with 'skip' to give those rows up"
+                    )
+                yield Damaged(record.event, number, place)
         if self._segments:
-            last = max(self._segments)
-            # Grow the last segment back to its full size, so that it can be appended to.
-            path, end = self._segments[last].path, self._segments[last].end
-            self._segments[last].close()
-            self._segments[last] = Segment(path, self._segment_bytes)
-            self._segments[last].end = end
+            self._reopen_last()
 
-    def _note(self, segment: int, start: int, length: int) -> int:
-        record = self._next_record
-        self._next_record += 1
-        if length:
-            self._places[record] = (segment, start, length)
-        return record
+    def _reopen_last(self) -> None:
+        """Grow the last segment back to its full size, so that it can be appended to."""
+        last = self._segments[max(self._segments)]
+        end, events = last.end, last.events
+        last.close()
+        grown = self._segments[last.number] = Segment(last.path, self._segment_bytes)
+        grown.end, grown.events, grown.read = end, events, True
 
-    def append(self, event: Event, payload: bytes | bytearray | memoryview = b"") -> int:
+    def append(self, event: Event, payload: Buffer = b"") -> int:
         """Write one event and its payload; returns the record's number. `sync` makes it survive power loss.
 
         Raises:
@@ -184,25 +280,39 @@ class Journal:
         """
         header = _encode(event)
         payload_bytes = memoryview(payload).nbytes
-        head = _HEAD.pack(MAGIC, len(header), payload_bytes, blake3(header).update(payload).digest())
-        length = _padded(_HEAD.size + len(header)) + _padded(payload_bytes)
-        number, segment = self._room(length)
+        head = _HEAD.pack(MAGIC, len(header), payload_bytes, _digest(header), _digest(payload))
         try:
+            segment = self._room(_padded(_HEAD.size + len(header)) + _padded(payload_bytes))
             start = segment.append(head, header, payload)
         except OSError as error:
-            raise JournalError(f"cannot write to {segment.path}: {error.strerror}") from error
-        self.bytes += length
-        return self._note(number, start, payload_bytes)
+            raise JournalError(f"cannot write to {self.directory}: {error.strerror}") from error
+        return segment.number << 32 | start
 
-    def _room(self, length: int) -> tuple[int, Segment]:
-        number = max(self._segments, default=0)
-        if number and self._segments[number].fits(length):
-            return number, self._segments[number]
-        if number and self.durability == "fsync":
-            self._segments[number].sync()
-        path = self.directory / f"{number + 1:08d}.segment"
-        self._segments[number + 1] = Segment(path, max(self._segment_bytes, length))
-        return number + 1, self._segments[number + 1]
+    def _room(self, length: int) -> Segment:
+        last = self._segments[max(self._segments)] if self._segments else None
+        if last is not None and last.end + length <= last.size and last.events < EVENTS_PER_SEGMENT:
+            return last
+        if last is not None and self.durability == "fsync":
+            last.sync()
+        number = last.number + 1 if last is not None else 1
+        if last is not None and self.dump is not None:
+            self._write_snapshot(number, self.dump())
+        path = self.directory / f"{number:08d}.segment"
+        segment = self._segments[number] = Segment(path, max(self._segment_bytes, length))
+        return segment
+
+    def _write_snapshot(self, number: int, state: bytes) -> None:
+        path = self.directory / f"{number:08d}.snapshot"
+        draft = path.with_suffix(".draft")
+        with draft.open("wb") as file:
+            file.write(blake3(state).digest() + state)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(path)
+        self._snapshots.append(number)
+        for old in self._snapshots[:-SNAPSHOTS_KEPT]:
+            (self.directory / f"{old:08d}.snapshot").unlink(missing_ok=True)
+        self._snapshots = self._snapshots[-SNAPSHOTS_KEPT:]
 
     def sync(self) -> None:
         """Make everything appended so far survive power loss. Blocks for milliseconds."""
@@ -211,34 +321,108 @@ class Journal:
 
     def payload(self, record: int) -> memoryview:
         """The payload of a record, as a slice of the mapped segment."""
-        segment, start, length = self._places[record]
-        return self._segments[segment].view[start : start + length]
+        return self._segments[record >> 32].payload(record & 0xFFFFFFFF)
+
+    # -- what rows need
+
+    def need(self, record: int) -> None:
+        """Some row needs the record's payload."""
+        segment = self._segments[record >> 32]
+        segment.needed += segment.payload_bytes(record & 0xFFFFFFFF)
+
+    def free(self, record: int) -> None:
+        """No row needs the record's payload any more."""
+        segment = self._segments[record >> 32]
+        segment.needed -= segment.payload_bytes(record & 0xFFFFFFFF)
+
+    def sparse(self) -> int | None:
+        """A sealed segment that holds little that is needed; its payloads should be appended again."""
+        for number in sorted(self._segments)[:-1]:
+            segment = self._segments[number]
+            if 0 < segment.needed < SPARSE * segment.end:
+                return number
+        return None
+
+    def delete_unneeded(self) -> list[int]:
+        """Delete sealed segments that no snapshot and no row needs; their events go to the ledger."""
+        if len(self._snapshots) < SNAPSHOTS_KEPT:
+            return []
+        gone = [n for n, segment in self._segments.items() if n < self._snapshots[0] and segment.needed == 0]
+        for number in gone:
+            segment = self._segments.pop(number)
+            self._to_ledger(segment)
+            segment.path.unlink()
+            segment.close()
+        return gone
+
+    def _to_ledger(self, segment: Segment) -> None:
+        path = segment.path.with_suffix(".ledger")
+        draft = path.with_suffix(".draft")
+        with draft.open("wb") as file:
+            start = 0
+            while start < segment.end:
+                _, header_bytes, payload_bytes, _, _ = _HEAD.unpack_from(segment.view, start)
+                header = start + _HEAD.size
+                file.write(header_bytes.to_bytes(4, "little"))
+                file.write(segment.view[header : header + header_bytes])
+                start += _padded(_HEAD.size + header_bytes) + _padded(payload_bytes)
+        draft.rename(path)
 
     def close(self) -> None:
         for segment in self._segments.values():
             segment.close()
 
 
-def read(directory: Path) -> Iterator[tuple[Event, memoryview]]:
-    """Every event of a journal and a copy of its payload, for inspection; the broker may be running.
+class Entry(NamedTuple):
+    """One event of a journal on disk. `payload` is None when only the ledger remembers it."""
+
+    event: Event
+    record: int
+    payload: memoryview | None
+
+
+def read(directory: Path) -> Iterator[Entry]:
+    """Every event of a journal in order, for inspection; its broker may be running.
 
     Raises:
-        JournalError: there is no journal, or it is damaged.
+        JournalError: there is no journal in `directory`.
     """
+    paths = sorted([*directory.glob("*.ledger"), *directory.glob("*.segment")], key=lambda path: path.stem)
+    if not paths:
+        raise JournalError(f"no journal in {directory}")
+    for path in paths:
+        data = memoryview(path.read_bytes())
+        start = 0
+        if path.suffix == ".ledger":
+            while start < len(data):
+                length = int.from_bytes(data[start : start + 4], "little")
+                yield Entry(_decode(data[start + 4 : start + 4 + length]), int(path.stem) << 32 | start, None)
+                start += 4 + length
+            continue
+        while (record := _parse(data, start)) is not None and record.whole:
+            payload = data[record.payload : record.payload + record.payload_bytes]
+            yield Entry(record.event, int(path.stem) << 32 | start, payload)
+            start = record.end
+
+
+def verify(directory: Path) -> Counter[str]:
+    """Check every record of a journal that no broker has open; counts of events by kind.
+
+    Raises:
+        JournalError: naming file and byte of the first damage, or that there is no journal.
+    """
+    kinds: Counter[str] = Counter()
     paths = sorted(directory.glob("*.segment"))
     if not paths:
         raise JournalError(f"no journal in {directory}")
     for path in paths:
         data = memoryview(path.read_bytes())
         start = 0
-        while start + _HEAD.size <= len(data):
-            magic, header_bytes, payload_bytes, digest = _HEAD.unpack_from(data, start)
-            header = start + _HEAD.size
-            payload = start + _padded(_HEAD.size + header_bytes)
-            end = payload + payload_bytes
-            if magic != MAGIC or end > len(data):
-                break
-            if blake3(data[header : header + header_bytes]).update(data[payload:end]).digest() != digest:
-                break
-            yield _decode(data[header : header + header_bytes]), data[payload:end]
-            start += _padded(end - start)
+        while (record := _parse(data, start)) is not None:
+            if not record.whole:
+                raise JournalError(f"{path}: the columns at byte {start} are damaged")
+            kinds[type(record.event).__name__] += 1
+            start = record.end
+        if bytes(data[start:]).strip(b"\0"):
+            raise JournalError(f"{path}: the event at byte {start} is damaged or incomplete")
+    return kinds

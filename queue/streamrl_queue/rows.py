@@ -59,11 +59,11 @@ class Rows(Table):
             raise UnknownName(f"split: no stage takes {split!r}; known: {', '.join(self._splits())}")
         fresh: dict[str, int] = {}
         for line, key in enumerate(keys):
-            if key not in self.keys and key not in fresh:
+            if self._first_row(key) is None and key not in fresh:
                 fresh[key] = line
         lines = tuple(fresh.values())
         first = {key: self._next_row + i * members for i, key in enumerate(fresh)}
-        starts = [first.get(key) or self.keys[key] for key in keys]
+        starts = [first.get(key) or self._first_row(key) or 0 for key in keys]
         rows = tuple(row for start in starts for row in range(start, start + members))
         event = Put(
             at,
@@ -78,6 +78,10 @@ class Rows(Table):
             sources,
         )
         return (event if lines else None), rows, len(keys) - len(lines)
+
+    def _first_row(self, key: str) -> int | None:
+        """The first row of the group with this key, if it was ever put (as far as the past is remembered)."""
+        return self.keys.get(key) or self.past_keys.get(key)
 
     def _splits(self) -> list[str]:
         return sorted({split for stage in self.flow.stages for split in stage.splits})
@@ -249,16 +253,15 @@ class Rows(Table):
         return Dropped(at, tuple(rows), reason)
 
     def expire(self, now: float, at: float) -> Iterator[Ended]:
-        """The ends of all leases whose deadline has passed."""
+        """The ends of all leases whose deadline has passed. Each must be applied before the next is asked for."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, id = heapq.heappop(self._deadlines)
+            deadline, id = self._deadlines[0]
             lease = self.leases.get(id)
-            if lease is None or not lease.rows:
-                continue
-            if lease.deadline > now:
+            if lease is not None and lease.deadline <= now:
+                yield Ended(at, id, tuple(sorted(lease.rows)), "expired", "lease deadline")
+            heapq.heappop(self._deadlines)
+            if lease is not None and lease.deadline > deadline:
                 heapq.heappush(self._deadlines, (lease.deadline, id))
-                continue
-            yield Ended(at, id, tuple(sorted(lease.rows)), "expired", "lease deadline")
 
     def next_deadline(self) -> float | None:
         """When `expire` should look again."""
@@ -343,3 +346,12 @@ class Rows(Table):
         if gone:
             raise StepConflict(f"reconcile to step {step}: rows of step {gone[0]} are retired and cannot come back")
         return Reconciled(at, step)
+
+    def in_segment(self, segment: int) -> dict[tuple[int, str], list[int]]:
+        """Where columns lie in one segment of the journal: record and stage → the rows."""
+        found: dict[tuple[int, str], list[int]] = {}
+        for row in self.rows.values():
+            for stage, place in row.places.items():
+                if place.record >> 32 == segment:
+                    found.setdefault((place.record, stage), []).append(row.id)
+        return found

@@ -18,7 +18,7 @@ import trio
 from . import wire
 from .errors import DeadlineExceeded, ProtocolError, StreamRLError, from_wire
 from .nursery import open_nursery
-from .transport import Buffer, Dealer, Router
+from .transport import ZEROMQ, Buffer, Dealer, Router
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class RpcClient:
         cls, address: str, reply_type: Any, *, key: bytes | None = None, session: str = ""
     ) -> AsyncIterator[RpcClient]:
         """A client whose replies are tagged structs of `reply_type`."""
-        with Dealer(address) as dealer:
+        with ZEROMQ.dealer(address) as dealer:
             client = cls(dealer, reply_type, key, session)
             async with open_nursery() as nursery:
                 nursery.start_soon(client.receive)
@@ -93,12 +93,11 @@ class RpcClient:
                     await self._dealer.send(frames)
                     with trio.move_on_after(resend or deadline):
                         await call.done.wait()
-        except trio.Cancelled:
-            # A server that cannot be reached has nothing to forget.
-            self._tell(id, Forget())
-            raise
         finally:
             del self._calls[id]
+            if not call.done.is_set():
+                # Cancelled or too late. A server that cannot be reached has nothing to forget.
+                self._tell(id, Forget())
         if not call.done.is_set():
             raise DeadlineExceeded.waiting(f"the reply to {type(request).__name__}", source, deadline)
         if isinstance(call.reply, wire.Refused):
@@ -147,7 +146,7 @@ class RpcServer:
         cls, address: str, request_type: Any, handler: Handler, *, key: bytes | None = None
     ) -> AsyncIterator[RpcServer]:
         """A server for tagged structs of `request_type`. A handler's StreamRLError becomes the caller's."""
-        with Router(address, key=key) as router:
+        with ZEROMQ.router(address, key=key) as router:
             server = cls(router, request_type, handler, key)
             async with open_nursery() as nursery:
                 nursery.start_soon(server._receive, nursery)

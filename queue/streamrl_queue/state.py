@@ -77,10 +77,11 @@ class Row:
 class Group:
     """Attempts at one task, compared with each other."""
 
-    __slots__ = ("admitted", "id", "members")
+    __slots__ = ("admitted", "id", "key", "members")
 
-    def __init__(self, id: int) -> None:
+    def __init__(self, id: int, key: str) -> None:
         self.id = id
+        self.key = key
         self.admitted = False
         # The members that have not been dropped, died or been done.
         self.members: list[Row] = []

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -22,6 +23,7 @@ from .events import (
     Ended,
     Event,
     Granted,
+    Moved,
     Put,
     Reconciled,
     Retired,
@@ -30,6 +32,9 @@ from .events import (
     Written,
 )
 from .state import TASK, UNBORN, Group, Lease, Place, Rank, Row, StageCount, Statistics, Version
+
+# Keys of ended groups that are still recognised when they are put again.
+PAST_KEYS: Final = 1 << 16
 
 
 class Table:
@@ -51,7 +56,14 @@ class Table:
         self._ready: dict[str, defaultdict[str, list[Rank]]] = {s.name: defaultdict(list) for s in flow.stages}
         # Stages that gained ready rows, or room, since the broker last looked.
         self.touched: set[str] = set()
+        # Key of a group with live rows → its first row; and of groups that ended lately.
         self.keys: dict[str, int] = {}
+        self.past_keys: OrderedDict[str, int] = OrderedDict()
+        # Record → how many places refer to it; and records that lost their last one since the broker last looked.
+        self.references: Counter[int] = Counter()
+        self.freed: list[int] = []
+        # Split → trained rows that have left the table.
+        self.retired: Counter[str] = Counter()
         self.sources: dict[str, int] = {}
         self.versions: dict[int, Version] = {}
         self.version = 0
@@ -99,6 +111,8 @@ class Table:
                 self._apply_granted(event, now)
             case Written():
                 self._apply_written(event, record)
+            case Moved():
+                self._apply_moved(event, record)
             case Ended():
                 self._apply_ended(event)
             case Dropped():
@@ -117,11 +131,12 @@ class Table:
     def _apply_put(self, event: Put, record: int) -> None:
         ids = itertools.count(event.first_row)
         for number, (line, key, env) in enumerate(zip(event.lines, event.keys, event.envs, strict=True)):
-            group = Group(event.first_group + number)
+            group = Group(event.first_group + number, key)
             for member in range(event.members):
                 row = Row(next(ids), group, member, env, event.split, event.priority, Place(record, line))
                 group.members.append(row)
                 self.rows[row.id] = row
+                self.references[record] += 1
             self.keys[key] = group.members[0].id
             for row in group.members:
                 self._count(row)
@@ -163,6 +178,7 @@ class Table:
         for line, row in enumerate(rows):
             self._end_lease(row, stage.name)
             row.places[stage.name] = Place(record, line)
+            self.references[record] += 1
             row.writers[stage.name] = event.lease
             if event.tokens:
                 row.tokens = event.tokens[line]
@@ -170,6 +186,13 @@ class Table:
                 self._set_born(row, self.version_step(event.oldest[line]))
         for row in rows:
             self._advance(row)
+
+    def _apply_moved(self, event: Moved, record: int) -> None:
+        for row in (self.rows[id] for id in event.rows if id in self.rows):
+            old = row.places[event.stage]
+            row.places[event.stage] = Place(record, old.line)
+            self.references[record] += 1
+            self._release(old)
 
     def _apply_ended(self, event: Ended) -> None:
         stage = self.stages[self.leases[event.lease].stage]
@@ -207,9 +230,9 @@ class Table:
     def _apply_retired(self, event: Retired) -> None:
         # Retired rows stay in the counts as trained; only their columns and their place in the table go.
         for step in [step for step in self._step_rows if step <= event.through]:
-            for id in self._step_rows.pop(step):
-                row = self.rows.pop(id)
-                row.group.members.remove(row)
+            for row in [self.rows[id] for id in self._step_rows.pop(step)]:
+                self.retired[row.split] += 1
+                self._remove(row)
 
     def _apply_reconciled(self, event: Reconciled) -> None:
         back: list[int] = []
@@ -348,12 +371,28 @@ class Table:
             self._uncount(row)
             self._ends[how, reason] += 1
             self._states[row.split, how] += 1
-            del self.rows[row.id]
-            row.group.members.remove(row)
+            self._remove(row)
         for group in {id(row.group): row.group for row in rows}.values():
             self._settle(group)
         if rows:
             self._touch_admission()
+
+    def _remove(self, row: Row) -> None:
+        """The row leaves the table, and with the last of its group the group's key is one of the past."""
+        del self.rows[row.id]
+        row.group.members.remove(row)
+        for place in row.places.values():
+            self._release(place)
+        if not row.group.members:
+            self.past_keys[row.group.key] = self.keys.pop(row.group.key)
+            if len(self.past_keys) > PAST_KEYS:
+                self.past_keys.popitem(last=False)
+
+    def _release(self, place: Place) -> None:
+        self.references[place.record] -= 1
+        if not self.references[place.record]:
+            del self.references[place.record]
+            self.freed.append(place.record)
 
     def _settle(self, group: Group) -> None:
         """After a member is gone, the rest may be ready without it."""

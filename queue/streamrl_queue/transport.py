@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self
 from urllib.parse import urlsplit
 
 import trio
@@ -39,6 +39,58 @@ LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 def is_local(address: str) -> bool:
     """Whether only this host's processes can reach `address`."""
     return address.startswith("ipc://") or urlsplit(address).hostname in LOOPBACK
+
+
+class Router(Protocol):
+    """The serving side. The first frame of every message names the peer."""
+
+    address: str
+
+    async def recv(self) -> list[Buffer]:
+        """The next message. Cancellation loses none."""
+
+    def try_recv(self) -> list[Buffer] | None:
+        """The next message if one has already arrived."""
+
+    def send(self, frames: Sequence[Buffer]) -> bool:
+        """Send to the peer that the first frame names; False when it is gone or does not keep up."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Dealer(Protocol):
+    """The asking side, connected to one Router; reconnects by itself when the Router comes back."""
+
+    address: str
+
+    async def send(self, frames: Sequence[Buffer]) -> None:
+        """Send as soon as there is a connection. The caller bounds the wait."""
+
+    def try_send(self, frames: Sequence[Buffer]) -> bool:
+        """Send if there is a connection; tells whether it was sent."""
+
+    async def recv(self) -> list[Buffer]:
+        """The next message. Cancellation loses none."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Transport(Protocol):
+    """How processes reach each other: ZeroMQ, or the simulator's network."""
+
+    def router(self, address: str, *, key: bytes | None) -> Router:
+        """Listen at `address`."""
+
+    def dealer(self, address: str) -> Dealer:
+        """Connect to the router at `address`."""
 
 
 class _Socket:
@@ -97,8 +149,8 @@ class _Socket:
         self.close()
 
 
-class Router(_Socket):
-    """The serving side. The first frame of every message names the peer."""
+class ZmqRouter(_Socket):
+    """A Router over ZeroMQ."""
 
     def __init__(self, address: str, *, key: bytes | None) -> None:
         """Bind `address` (`tcp://host:0` takes a free port, `ipc://path` makes its directory with mode 0700).
@@ -129,8 +181,8 @@ class Router(_Socket):
             raise
 
 
-class Dealer(_Socket):
-    """The asking side, connected to one Router; reconnects by itself when the Router comes back."""
+class ZmqDealer(_Socket):
+    """A Dealer over ZeroMQ."""
 
     def __init__(self, address: str) -> None:
         super().__init__(zmq.DEALER)
@@ -154,6 +206,21 @@ class Dealer(_Socket):
     def try_send(self, frames: Sequence[Buffer]) -> bool:
         """Send if there is a connection now; tells whether it was sent."""
         return not self._socket.closed and self._send_now(frames)
+
+
+class ZeroMQ:
+    """Sockets between real processes."""
+
+    def router(self, address: str, *, key: bytes | None) -> ZmqRouter:
+        """Listen at `address`; see `ZmqRouter`."""
+        return ZmqRouter(address, key=key)
+
+    def dealer(self, address: str) -> ZmqDealer:
+        """Connect to `address`."""
+        return ZmqDealer(address)
+
+
+ZEROMQ: Final = ZeroMQ()
 
 
 def buffer_bytes(frame: Any) -> int:

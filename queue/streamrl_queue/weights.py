@@ -17,12 +17,15 @@ torch is imported by the functions that need it, not by this module.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 from blake3 import blake3
+
+from .errors import DeadlineExceeded
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +35,8 @@ Backend = Literal["gloo", "nccl"]
 
 # Large enough that the cost per broadcast does not matter, small enough to overlap gather and broadcast.
 BUCKET_BYTES: Final = 32 << 20
+# Members join within milliseconds of each other.
+JOIN_POLL_SECONDS: Final = 0.005
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -196,7 +201,16 @@ class TransferGroup:
     It stands beside torch's default group, so that the learner's ranks keep theirs.
     """
 
-    def __init__(self, store: str, group: str, rank: int, world: int, backend: Backend, seconds: float) -> None:
+    def __init__(
+        self,
+        store: str,
+        group: str,
+        rank: int,
+        world: int,
+        backend: Backend,
+        seconds: float,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Join: returns when all `world` members have.
 
         Args:
@@ -206,6 +220,10 @@ class TransferGroup:
             world: members in all.
             backend: `gloo` for CPU tensors, `nccl` for CUDA tensors.
             seconds: deadline of joining and of every broadcast.
+            should_stop: asked while waiting for the others; when it says so the wait ends.
+
+        Raises:
+            DeadlineExceeded: naming the ranks that did not come.
         """
         import torch.distributed as dist
 
@@ -213,6 +231,14 @@ class TransferGroup:
         timeout = timedelta(seconds=seconds)
         client = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
         prefixed = dist.PrefixStore(group, client)  # type: ignore[attr-defined]
+        # The backends wait for absent members inside C++, where nothing can stop them: so nobody enters alone.
+        prefixed.set(f"here/{rank}", "1")
+        deadline = time.monotonic() + seconds
+        while absent := [other for other in range(world) if not prefixed.check([f"here/{other}"])]:
+            if should_stop() or time.monotonic() > deadline:
+                ranks = ", ".join(map(str, absent))
+                raise DeadlineExceeded.waiting(f"ranks {ranks} of {world}", f"transfer group {group}", seconds)
+            time.sleep(JOIN_POLL_SECONDS)
         self._group: Any
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()

@@ -79,12 +79,16 @@ class Coordinator:
         self.sinks: Sequence[Sink] = ()
         self._metrics = MetricsTail(run.metrics)
         self._busy: list[float] = []
+        self._earlier = 0
 
     def __repr__(self) -> str:
         return f"<Coordinator {self.run.path.name} {self.phase}>"
 
     async def train(self) -> None:
         """The whole of a run: evaluate, train to the last step, evaluate again."""
+        # A resumed journal has versions that no engine of this launch holds. The learner needs seconds to import
+        # torch before it could commit another.
+        self._earlier = (await self.queue.statistics()).version
         await self.roles_report_in()
         self.phase = "warm start"
         await self.version_of(0, self.config.supervision.warm_start_seconds)
@@ -116,13 +120,13 @@ class Coordinator:
         raise DeadlineExceeded(f"{error}; the end of {log}:\n{log_tail(log)}")
 
     async def version_of(self, step: int, seconds: float) -> None:
-        """Wait until weights of at least `step` steps are committed.
+        """Wait until this launch has committed weights of at least `step` steps.
 
         Raises:
             DeadlineExceeded: after `seconds`.
         """
         with trio.move_on_after(seconds):
-            while not ((now := self.statistics) and now.version and now.version_step >= step):
+            while not ((now := self.statistics) and now.version > self._earlier and now.version_step >= step):
                 await trio.sleep(FEED_SECONDS)
             return
         raise DeadlineExceeded.waiting(f"committed weights of step {step}", "learner-0", seconds)
@@ -188,8 +192,10 @@ class Coordinator:
             if self.phase == "training":
                 self._busy += [m.gauges["busy_share"] for m in membership.members if "busy_share" in m.gauges]
             self.statistics = await self.queue.statistics()
-            for entry in self._metrics.read():
-                self._track(entry)
+            entries = self._metrics.read()
+            if entries and self.sinks:
+                # Trackers write files and talk to servers.
+                await trio.to_thread.run_sync(self._track, entries)
             self.panel.update(self.snapshot())
 
     def snapshot(self) -> Snapshot:
@@ -215,11 +221,12 @@ class Coordinator:
     def engine_idle(self) -> float | None:
         return None if not self._busy else 1.0 - sum(self._busy) / len(self._busy)
 
-    def _track(self, entry: Mapping[str, Any]) -> None:
-        prefix = "eval/" if entry.get("event") == "eval" else ""
-        numbers = {f"{prefix}{k}": float(v) for k, v in entry.items() if isinstance(v, int | float)}
-        for sink in self.sinks:
-            sink.log(int(entry.get("step", 0)), numbers)
+    def _track(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        for entry in entries:
+            prefix = "eval/" if entry.get("event") == "eval" else ""
+            numbers = {f"{prefix}{k}": float(v) for k, v in entry.items() if isinstance(v, int | float)}
+            for sink in self.sinks:
+                sink.log(int(entry.get("step", 0)), numbers)
 
     async def drain(self, *, finished: bool) -> None:
         """Stop every role but the broker: the learner first, so that it can still checkpoint.
@@ -313,7 +320,7 @@ async def conduct(
     with (
         run.owned(),
         rundir.socket_directory() as sockets,
-        open_panel(console, run.path.name) as panel,
+        open_panel(console, run.path.name, run.logs / "coordinator.log") as panel,
         tracking(config.tracking, run.path, plain(config)) as sinks,
     ):
         launched = _prepare(config, run, sockets, resume)
@@ -338,7 +345,6 @@ async def conduct(
 
 
 def _prepare(config: RunConfig, run: RunDirectory, sockets: Path, resume: bool) -> Launch:
-    plan.require_installed()
     rundir.prepare(run, config)
     run.summary.unlink(missing_ok=True)
     write_base(config, load_agent(config.env), run.base)
@@ -456,6 +462,7 @@ def _trio_run(
     async def main() -> tuple[summary.Summary, int | None]:
         return await conduct(config, run, resume=resume, console=console)
 
+    plan.require_installed()
     try:
         return trio.run(main)
     except BaseExceptionGroup as group:

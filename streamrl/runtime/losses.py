@@ -37,8 +37,8 @@ def too_many(counts: Statistics, journal: Path) -> NoProgress:
 def last_error(journal: Path) -> str | None:
     """The `error` of the trajectory that was written last with one."""
     found = None
-    for event, payload in read(journal):
-        if isinstance(event, Written) and event.stage == "rollout":
+    for event, _, payload in read(journal):
+        if isinstance(event, Written) and event.stage == "rollout" and payload is not None:
             for error in decode(payload, "journal").column("error").to_pylist():
                 found = error or found
     return found

@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from pathlib import Path
+from typing import Any, Final, Protocol, TextIO
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -18,7 +19,7 @@ from rich.text import Text
 LINE_SECONDS: Final = 2.0
 """A plain line at most this often: a demo of one minute fits on one screen."""
 NOTES: Final = 4
-"""Latest notes kept on the terminal; all of them are in the coordinator's log."""
+"""Latest notes kept on the terminal; all of them are in logs/coordinator.log."""
 
 BARS: Final = "▁▂▃▄▅▆▇█"
 
@@ -58,13 +59,30 @@ class Panel(Protocol):
 
 
 @contextmanager
-def open_panel(console: Console, name: str) -> Iterator[Panel]:
-    """Live panels when `console` is a terminal, lines when it is not."""
-    if not console.is_terminal:
-        yield LinePanel(console)
-        return
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        yield LivePanel(live, name)
+def open_panel(console: Console, name: str, log: Path) -> Iterator[Panel]:
+    """Live panels when `console` is a terminal, lines when it is not; notes go to the file `log` as well."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+        if not console.is_terminal:
+            yield Noted(LinePanel(console), file)
+            return
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            yield Noted(LivePanel(live, name), file)
+
+
+class Noted:
+    """A panel whose notes are kept in a file."""
+
+    def __init__(self, panel: Panel, file: TextIO) -> None:
+        self._panel = panel
+        self._file = file
+
+    def update(self, snapshot: Snapshot) -> None:
+        self._panel.update(snapshot)
+
+    def note(self, text: str) -> None:
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=self._file, flush=True)
+        self._panel.note(text)
 
 
 class LinePanel:

@@ -11,7 +11,6 @@ from ..config import RunConfig
 from .rundir import RunDirectory
 from .supervisor import RoleSpec
 
-
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors")
 """What the learner and the embedded engine import."""
 

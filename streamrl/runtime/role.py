@@ -26,7 +26,7 @@ import msgspec
 import trio
 
 from ..config import RunConfig, load_file
-from .failure import first_error
+from .failure import LastWords, first_error
 from .lifeline import die_with_parent
 from .rundir import Launch, RunDirectory
 
@@ -240,8 +240,9 @@ def _supervised(context: Context) -> int:
         ROLES[context.kind](context)
     except Exception as error:
         log.exception("%s failed", context.name)
-        first = first_error(error)
-        log.error("%s: %s", type(first).__name__, first)
+        words = LastWords.of(first_error(error))
+        words.write(context.run.logs / f"{context.name}.error")
+        log.error("%s: %s", words.error, words.message)
         return 1
     log.info("ended in order")
     return 0

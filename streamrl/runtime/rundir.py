@@ -60,6 +60,7 @@ class RunDirectory:
         self.logs = self.path / "logs"
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
+        self.lock = self.path / ".lock"
         self.plot = self.path / "reward.png"
 
     def __repr__(self) -> str:
@@ -79,6 +80,18 @@ class RunDirectory:
             return None
         return str(msgspec.json.decode(self.summary.read_bytes())["outcome"])
 
+    @property
+    def alive(self) -> bool:
+        """Whether some process holds this directory now."""
+        if not self.lock.exists():
+            return False
+        with self.lock.open("r") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
     def configured(self, config: RunConfig) -> RunConfig:
         """The run's own configuration where it has one, else `config` under the run's name."""
         return load_file(self.config) if self.exists else msgspec.structs.replace(config, name=self.path.name)
@@ -96,7 +109,7 @@ class RunDirectory:
     def owned(self) -> Iterator[None]:
         """Hold this directory: a second launch into it is refused while the first lives."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("w") as lock:
+        with self.lock.open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

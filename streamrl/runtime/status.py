@@ -35,7 +35,7 @@ def print_status(name: str) -> int:
     """Print who waits on whom and for how long; returns the exit code."""
     run = find_run(name)
     console = Console()
-    if not run.launch.exists():
+    if not run.alive:
         ended = run.outcome or "not running; continue it with --resume"
         console.print(f"{run.path.name}: {ended}", highlight=False)
         return 0

@@ -23,6 +23,8 @@ import trio
 
 from streamrl_queue.errors import RoleFailed
 
+from .failure import LastWords
+
 TAIL_LINES: Final = 15
 """Lines of a failed role's log in the error: a traceback's end and what led to it, on one screen."""
 
@@ -44,8 +46,9 @@ class RoleSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def kind(self) -> str:
-        return self.name.rpartition("-")[0] or self.name
+    def last_words(self) -> Path:
+        """Where the role leaves the error that ended it."""
+        return self.log.with_suffix(".error")
 
 
 class Role:
@@ -95,6 +98,9 @@ class Role:
         """Says how the role ended, with the end of its log."""
         assert self.process is not None
         code = self.process.returncode
+        words = LastWords.read(self.spec.last_words)
+        if words and words.ours:
+            return RoleFailed(f"{self.spec.name}: {words.error}: {words.message} (log: {self.spec.log})")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if code < 0 and self.spec.restarts:
             how += f" {len(self._deaths)} times within {self.spec.window:.0f} s (limit {self.spec.restarts})"
@@ -157,6 +163,7 @@ class Supervisor:
     def _spawn(self, role: Role) -> None:
         spec = role.spec
         spec.log.parent.mkdir(parents=True, exist_ok=True)
+        spec.last_words.unlink(missing_ok=True)
         with spec.log.open("ab") as log:
             role.process = subprocess.Popen(
                 [*spec.command, "--lifeline", str(self._read)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,15 @@ from streamrl_queue.batches import RowKeys
 from streamrl_queue.schema import Segment, Span
 
 VOCAB = 40
+
+
+def free_address() -> str:
+    """`host:port` that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
 MODEL = TinyModel(hidden=16, layers=2, heads=2, kv_heads=1, intermediate=24, max_positions=128)
 
 

@@ -34,6 +34,14 @@ def test_rows_survive_the_way_through_arrow():
                 assert a == pytest.approx(b) if name == "advantage" else a == b
 
 
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_a_sampled_token_without_a_finite_log_prob_is_an_error(bad: float):
+    row = make_row(9)
+    row.logprobs[-1] = bad
+    with pytest.raises(SchemaError, match="row 9: logprobs: expected finite numbers for sampled tokens"):
+        rows_of(make_batch([row]))
+
+
 def test_only_sampled_tokens_are_trained():
     row = make_row(3)
     micro = micro_batch([row], "token_mean")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from learner_fakes import FakeQueue, make_policy, make_row
+from learner_fakes import FakeQueue, free_address, make_policy, make_row
 
 from streamrl_learners.algorithms.metrics import Tally
 from streamrl_learners.batches import Row
@@ -106,9 +105,7 @@ def train_some_steps(rank: int, world: int, store: str | None) -> dict[str, torc
 
 def test_two_ranks_under_fsdp_train_like_one(tmp_path: Path):
     """Slow (about 8 s): two processes import torch and transformers and form a process group."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        store = f"127.0.0.1:{probe.getsockname()[1]}"
+    store = free_address()
     here = [sys.executable, "-W", "error", __file__]
     workers = [subprocess.Popen([*here, str(rank), store, str(tmp_path / f"{rank}.safetensors")]) for rank in (0, 1)]
     assert [worker.wait(timeout=100) for worker in workers] == [0, 0]

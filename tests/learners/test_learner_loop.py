@@ -22,7 +22,7 @@ from streamrl_queue.errors import NoProgress
 
 
 class FakePublisher:
-    last = None
+    last, waited_seconds = None, 0.0
 
     def __init__(self, log):
         self.log = log

@@ -116,7 +116,7 @@ def test_a_model_that_scales_its_logits_is_refused():
     check_head(policy, "plain")
     head = policy.lm.lm_head.forward
     policy.lm.forward = lambda input_ids: type("Output", (), {"logits": 3 * head(policy.lm.model(input_ids)[0])})
-    with pytest.raises(ConfigError, match="model.path: scaled: .* caps or scales"):
+    with pytest.raises(ConfigError, match=r"model.path: scaled: .* caps or scales"):
         check_head(policy, "scaled")
 
 

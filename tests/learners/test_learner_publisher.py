@@ -265,7 +265,7 @@ def test_a_stop_request_does_not_wait_for_an_unfinished_publish():
             return False if function.__name__ == "settled" else None
 
     class Queue:
-        portal, aio = Portal(), None
+        portal, aio, report = Portal(), None, print
 
     publisher = Publisher(Queue(), LearnerConfig(), Ranks(), should_stop=lambda: True)
     publisher.publish(make_policy(), 1)

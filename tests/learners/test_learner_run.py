@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +18,7 @@ import pytest
 import torch
 import trio
 from learner_engines import FakeEngine
-from learner_fakes import VOCAB, write_model_dir
+from learner_fakes import VOCAB, free_address, write_model_dir
 
 from streamrl_learners.advantage_worker import run_advantage_worker
 from streamrl_learners.checkpoint import complete_steps
@@ -34,6 +38,8 @@ CONFIG = LearnerConfig(
     wait_seconds=20.0,
     linger_seconds=0.05,
 )
+TWO_RANKS = msgspec.structs.replace(CONFIG, ranks=2, micro_batch_tokens=40)
+LONG = msgspec.structs.replace(CONFIG, steps=12)
 TINY = TinyModel(warm_start=WarmStart(clean_steps=2, sloppy_steps=1, batch=4))
 
 
@@ -104,7 +110,8 @@ class Run:
             self.token = trio.lowlevel.current_trio_token()
             nursery.start_soon(produce, self.address, self.engine)
             nursery.start_soon(advantages, self.address)
-            nursery.start_soon(sample, self.address, self.engine)
+            self.join = partial(nursery.start_soon, sample, self.address)
+            self.join(self.engine)
             async with TransferQueue.connect(self.address) as queue:
                 await queue.put([Task(env="e", task={}, index=i) for i in range(self.tasks)], members=4)
                 self.opened.set()
@@ -127,26 +134,25 @@ def running(directory: Path, engine: FakeEngine, tasks: int = 8) -> Iterator[Run
 
 
 def learn(
-    machine: Run, tmp_path: Path, *, stop_after: int = 99, resume: bool = False, config: LearnerConfig = CONFIG
+    machine: Run,
+    tmp_path: Path,
+    *,
+    until: Callable[[list[dict]], bool] = lambda emitted: False,
+    **options: Any,
 ) -> list[dict]:
-    """Run a learner to its end, or until it has told about step `stop_after`; what it emitted."""
+    """Run a learner to its end, or until what it emitted makes `until` true; what it emitted."""
     emitted: list[dict] = []
+    write_model_dir(tmp_path / "base")
     with BlockingTransferQueue.connect(machine.address, role="learner") as queue:
-        run_learner(
-            queue,
-            config=config,
-            algorithm=PPOClip(),
-            model=TINY,
-            model_dir=write_model_dir(tmp_path / "base"),
-            run_dir=tmp_path,
-            demonstrations=demonstrate,
-            seed=1,
-            emit=emitted.append,
-            should_stop=lambda: bool(emitted) and emitted[-1]["step"] >= stop_after,
-            resume=resume,
-        )
+        train(queue, tmp_path, emit=emitted.append, should_stop=lambda: until(emitted), **options)
         machine.statistics, machine.versions = queue.statistics(), queue.versions()
     return emitted
+
+
+def train(queue: BlockingTransferQueue, run_dir: Path, **options: Any) -> None:
+    """`run_learner` with this file's settings."""
+    defaults = {"config": CONFIG, "algorithm": PPOClip(), "model": TINY, "demonstrations": demonstrate, "seed": 1}
+    run_learner(queue, **(defaults | options), model_dir=run_dir / "base", run_dir=run_dir)
 
 
 def test_a_run_from_warm_start_to_exported_model(tmp_path):
@@ -175,7 +181,7 @@ def test_a_stopped_run_resumes_under_fresh_versions_and_trains_no_row_twice(tmp_
     """Slow (about 4 s): two learners, one after the other."""
     engine = FakeEngine("engine-0")
     with running(tmp_path / "journal", engine) as machine:
-        stopped = learn(machine, tmp_path, stop_after=3)
+        stopped = learn(machine, tmp_path, until=lambda emitted: len(emitted) == 3)
         assert [metrics["step"] for metrics in stopped] == [1, 2, 3]
         assert complete_steps(tmp_path / "checkpoints")[-1] == 3
         before = {version.id for version in machine.versions}
@@ -197,3 +203,72 @@ def test_a_publish_that_cannot_be_verified_ends_the_learner_with_its_own_error(t
         pytest.raises(WeightError, match=r"publish of step 0: .*engine-0: apply: out of memory"),
     ):
         learn(machine, tmp_path, config=config)
+
+
+def test_an_engine_that_joins_after_the_last_step_gets_the_last_version(tmp_path):
+    """Slow (about 2 s): a queue, two engines, a producer and a learner."""
+    first, late = FakeEngine("engine-0"), FakeEngine("engine-1")
+    with running(tmp_path / "journal", first) as machine:
+
+        def served(emitted: list[dict]) -> bool:
+            if len(emitted) == CONFIG.steps and not joined:
+                joined.append(late.name)
+                trio.from_thread.run_sync(machine.join, late, trio_token=machine.token)
+            return late.version > 0
+
+        joined: list[str] = []
+        learn(machine, tmp_path, until=served, serve_after=True)
+        assert late.version == first.version == machine.versions[-1].id
+
+
+def test_two_ranks_run_as_one_learner(tmp_path):
+    """Slow (about 10 s): two processes import torch and transformers and form a process group."""
+    engine, store = FakeEngine("engine-0"), free_address()
+    write_model_dir(tmp_path / "base")
+    with running(tmp_path / "journal", engine) as machine:
+        here = [sys.executable, "-W", "error", __file__, machine.address, store, str(tmp_path)]
+        ranks = [subprocess.Popen([*here, str(rank)]) for rank in (0, 1)]
+        assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
+        with BlockingTransferQueue.connect(machine.address) as queue:
+            statistics, versions = queue.statistics(), queue.versions()
+    statistics.check()
+    assert statistics.trained == 32
+    assert [(v.step, v.committed) for v in versions] == [(step, True) for step in range(5)]
+    assert complete_steps(tmp_path / "checkpoints") == [2, 4]
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_a_learner_that_is_killed_anywhere_resumes_without_losing_or_repeating_a_row(tmp_path):
+    """Slow (about 8 s): a learner process imports torch and transformers, is killed, and is followed by another."""
+    engine = FakeEngine("engine-0")
+    write_model_dir(tmp_path / "base")
+    with running(tmp_path / "journal", engine, tasks=24) as machine:
+        here = [sys.executable, "-W", "error", __file__, machine.address, "", str(tmp_path), "0"]
+        victim = subprocess.Popen(here)
+        trio.from_thread.run(engine.at_least, 4, trio_token=machine.token)
+        victim.kill()
+        victim.wait(timeout=10)
+        with BlockingTransferQueue.connect(machine.address) as queue:
+            queue.portal.call(queue.aio.end_session, "learner-0")
+        emitted = learn(machine, tmp_path, config=LONG, resume=True)
+    machine.statistics.check()
+    assert machine.statistics.trained == 96
+    assert machine.statistics.step == 12
+    assert emitted[-1]["step"] == 12
+    first = emitted[0]["step"]
+    assert first >= 3
+    assert first % 2 == 1  # checkpoints are at even steps
+    ids = [version.id for version in machine.versions]
+    assert len(set(ids)) == len(ids)
+
+
+def one_rank(address: str, store: str, directory: str, rank: str) -> None:
+    """A learner process: a rank of two, or alone when there is no `store`."""
+    torch.set_num_threads(1)
+    world, config = (2, TWO_RANKS) if store else (1, LONG)
+    with BlockingTransferQueue.connect(address, role="learner", name=f"learner-{rank}") as queue:
+        train(queue, Path(directory), rank=int(rank), world=world, store=store, config=config)
+
+
+if __name__ == "__main__":
+    one_rank(*sys.argv[1:])

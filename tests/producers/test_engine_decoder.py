@@ -167,3 +167,12 @@ def test_decoding_rows_come_first_and_prompts_in_their_order() -> None:
     assert share(pending, order, 20).tolist() == [9, 1, 9, 1]
     assert share(pending, order, 5).tolist() == [0, 1, 3, 1]
     assert share(pending, order, 100) is pending
+
+
+def test_bfloat16_stays_near_float32_and_reports_float32_logprobs() -> None:
+    made = model()
+    tokens = prompt(20)
+    decoder = Decoder(architecture(made), slots=1, context=8, dtype=torch.bfloat16)
+    found = decoder.logprobs(tokens, decoder.build(tensors(made)))
+    assert found.dtype == np.float32
+    assert 0 < np.abs(found - reference(made, tokens)).mean() < 0.1

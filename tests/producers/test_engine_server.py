@@ -14,9 +14,11 @@ import trio
 from engine_support import model, prompt, reference, tensors
 from server_support import SECONDS, Learner, broker, client, endpoint, engine
 
+from streamrl_producers.engines.embedded.batch import Batch
 from streamrl_producers.engines.protocol import Generate, Generated, Health, Healthy, Sampling
 from streamrl_queue import TransferQueue
 from streamrl_queue.errors import DeadlineExceeded, EngineError, LimitReached, WeightError
+from streamrl_queue.nursery import run as queue_run
 from streamrl_queue.rpc import RpcClient
 from streamrl_queue.schema import Span
 from streamrl_queue.weights import Abort, Resume
@@ -30,10 +32,12 @@ class Stand:
     def __init__(self, queue: TransferQueue, rpc: RpcClient, learner: Learner) -> None:
         self.queue, self.rpc, self.learner = queue, rpc, learner
 
-    async def generate(self, tokens: Any, seconds: float = SECONDS, session: str = "", **sampling: Any) -> Generated:
+    async def generate(
+        self, tokens: Any, seconds: float = SECONDS, deadline: float = SECONDS, session: str = "", **sampling: Any
+    ) -> Generated:
         data = np.asarray(tokens, np.int32).tobytes()
         request = Generate(data, Sampling(**sampling), session, seconds)
-        reply = await self.rpc.call(request, deadline=SECONDS)
+        reply = await self.rpc.call(request, deadline=deadline)
         result: Generated = reply.generated()
         return result
 
@@ -103,7 +107,7 @@ def test_weights_arrive_while_requests_run_and_spans_say_which_version_made_whic
             results: list[Generated] = []
 
             async def long() -> None:
-                results.append(await one.generate(prompt(5), max_tokens=4000))
+                results.append(await one.generate(prompt(5), seconds=25, deadline=25, max_tokens=2000))
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(long)
@@ -114,7 +118,7 @@ def test_weights_arrive_while_requests_run_and_spans_say_which_version_made_whic
             first, second = got.spans
             assert (first.start, first.version, first.context_version) == (0, 1, 1)
             assert (second.version, second.context_version) == (2, 2)
-            assert 0 < second.start < len(got.tokens) == 4000
+            assert 0 < second.start < len(got.tokens) == 2000
             near = slice(0, second.start + 200)
             whole = np.concatenate([prompt(5), got.tokens])[: 5 + near.stop]
             before, after = reference(made, whole)[4:], reference(other, whole)[4:]
@@ -298,3 +302,21 @@ def test_weights_that_give_nan_fail_the_request_and_not_the_engine(tmp_path: Pat
             assert (await one.generate(prompt(3), max_tokens=2)).finish_reason == "length"
 
     run(test)
+
+
+def test_the_first_error_of_the_decode_loop_ends_the_engine_as_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = model()
+
+    def explode(self: Batch) -> None:
+        raise MemoryError("no room for the cache")
+
+    async def test() -> None:
+        async with stand(tmp_path, made) as one:
+            await one.learner.publish(1, made)
+            monkeypatch.setattr(Batch, "step", explode)
+            await one.generate(prompt(3))
+
+    with pytest.raises(MemoryError, match="no room for the cache"):
+        queue_run(test)

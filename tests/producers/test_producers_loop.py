@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
+from engine_support import model, reference
 from fake_engine import Answer, FakeEngine, fake_engine, generated
-from server_support import SECONDS, broker
+from server_support import SECONDS, Learner, broker, client, endpoint, engine
 
 from streamrl_agents.agent import load_agent
 from streamrl_agents.template import ChatTemplate
@@ -216,6 +217,40 @@ def test_a_row_that_can_never_be_played_is_dropped_and_counted(
             assert statistics.dropped == {type(error).__name__: 1}
             assert len(one.engine.asked) == asked
             statistics.check()
+
+    run(test)
+
+
+def test_rows_played_on_a_real_engine_carry_the_logprobs_that_transformers_computes(
+    tmp_path: Path, template: ChatTemplate
+) -> None:
+    made = model(vocab_size=template.tokenizer.get_vocab_size())
+
+    async def test() -> None:
+        async with (
+            broker(tmp_path) as opened,
+            TransferQueue.connect(opened.address) as queue,
+            engine(opened, tmp_path, made, "engine-0"),
+            client(await endpoint(queue)) as rpc,
+            TransferQueue.connect(opened.address, role="producer") as session,
+            trio.open_nursery() as nursery,
+        ):
+            await Learner(rpc).publish(await queue.begin_version(0, None), made)
+            config = RolloutConfig(concurrency=8, max_turn_tokens=16, max_tokens=96)
+            nursery.start_soon(partial(run_producer, session, agent=AGENT, template=template, config=config))
+            await queue.put(tasks(8), members=2)
+            rows = 0
+            while rows < 16:
+                lease = await queue.lease("reward", rows=16, wait=SECONDS)
+                assert lease is not None
+                assert lease.batch is not None
+                arrays = (schema.arrays(lease.batch.column(name)) for name in ("tokens", "mask", "logprobs"))
+                for tokens, mask, logprobs in zip(*arrays, strict=True):
+                    sampled = np.flatnonzero(mask)
+                    assert len(sampled)
+                    assert np.abs(reference(made, tokens)[sampled - 1] - logprobs[sampled]).max() < 2e-4
+                rows += len(lease.rows)
+            nursery.cancel_scope.cancel()
 
     run(test)
 

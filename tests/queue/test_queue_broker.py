@@ -175,6 +175,22 @@ def test_a_lease_that_finds_nothing_in_time_is_none(tmp_path: Path) -> None:
     run(body, tmp_path)
 
 
+def test_rows_granted_to_a_request_that_was_given_up_go_back(tmp_path: Path) -> None:
+    async def body(path: Path) -> None:
+        async with queue_at(path) as (broker, queue), TransferQueue.connect(broker.address, name="other") as other:
+            await publish(queue)
+            with trio.move_on_after(0.1):
+                await queue.lease("rollout", rows=8, wait=20)
+            while broker._waiting:
+                await trio.sleep(0.01)
+            await other.put(tasks(1), members=4)
+            lease = await other.lease("rollout", rows=8)
+            assert lease is not None
+            assert [row.attempt for row in lease.rows] == [1] * 4
+
+    run(body, tmp_path)
+
+
 def test_a_full_queue_blocks_to_the_deadline_and_then_names_the_figures(tmp_path: Path) -> None:
     async def body(path: Path) -> None:
         async with queue_at(path) as (_, queue):

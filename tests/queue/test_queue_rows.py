@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from streamrl_queue import snapshot
 from streamrl_queue.config import Flow, QueueConfig, training_flow
 from streamrl_queue.errors import LeaseExpired, QueueError, StepConflict, VersionConflict
 from streamrl_queue.events import Event, Granted
@@ -192,6 +193,12 @@ class Machine(RuleBasedStateMachine):
         assert picture(again) == picture(self.rows)
         self.driver.rows = again
 
+    @rule()
+    def broker_restarts_from_a_snapshot(self) -> None:
+        again = snapshot.load(self.rows.flow, snapshot.dump(self.rows), now=self.driver.now)
+        assert picture(again) == picture(self.rows)
+        self.driver.rows = again
+
     @invariant()
     def every_task_is_in_exactly_one_state(self) -> None:
         statistics = self.rows.statistics()
@@ -231,6 +238,11 @@ class Machine(RuleBasedStateMachine):
             assert {row.id for row in self.rows.rows.values() if stage.name in row.ready} <= found
 
     @invariant()
+    def every_record_that_a_row_refers_to_is_counted(self) -> None:
+        places = (place.record for row in self.rows.rows.values() for place in row.places.values())
+        assert Counter(places) == self.rows.references
+
+    @invariant()
     def versions_in_force_were_committed(self) -> None:
         if self.rows.version:
             assert self.rows.versions[self.rows.version].committed
@@ -243,7 +255,8 @@ def picture(table: Table) -> object:
         for id, row in table.rows.items()
     }
     leases = {id: (lease.stage, lease.session, lease.rows, lease.step) for id, lease in table.leases.items()}
-    return rows, leases, table.statistics(), table.versions, table.keys, +table._on_their_way, table._trained_through
+    counts = +table._on_their_way, table._trained_through, table._step_rows, table.references
+    return rows, leases, table.statistics(), table.versions, table.keys, table.past_keys, counts
 
 
 TestRows = Machine.TestCase

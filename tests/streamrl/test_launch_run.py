@@ -40,7 +40,8 @@ class Story:
         self.group: dict[int, int] = {}
         self.spans: dict[int, Any] = {}
         self.sampled_without_version = 0
-        for event, payload in read(journal):
+        for event, _, payload in read(journal):
+            assert payload is not None, "a small journal is not compacted"
             self._take(event, payload)
 
     def _take(self, event: e.Event, payload: memoryview) -> None:

@@ -87,9 +87,11 @@ def test_a_directory_whose_run_is_alive_is_refused(tmp_path: Path) -> None:
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
+    assert run.alive
     with pytest.raises(ConfigError, match="belongs to a run that is alive"), run.owned():
         pass
     holder.communicate("")
+    assert not run.alive
 
 
 def test_sockets_lie_in_a_private_directory_with_a_short_path_that_goes_away() -> None:
@@ -196,19 +198,22 @@ def snapshot(step: int) -> panel.Snapshot:
     )
 
 
-def test_without_a_terminal_there_are_plain_lines() -> None:
+def test_without_a_terminal_there_are_plain_lines_and_notes_are_kept(tmp_path: Path) -> None:
     out = io.StringIO()
-    with panel.open_panel(Console(file=out, force_terminal=False), "demo") as lines:
+    log = tmp_path / "logs" / "coordinator.log"
+    with panel.open_panel(Console(file=out, force_terminal=False), "demo", log) as lines:
         lines.update(snapshot(3))
         lines.note("engine-0 (pid 1) was killed; started again")
     first, second = out.getvalue().splitlines()
     assert "step 3/10  reward 0.300  lag 1.5 (max 2)  version 3  leased 8 ready 3  5000 tokens/s" in first
     assert second.endswith("engine-0 (pid 1) was killed; started again")
+    assert log.read_text().endswith("engine-0 (pid 1) was killed; started again\n")
 
 
-def test_on_a_terminal_there_is_a_box_for_each_role() -> None:
+def test_on_a_terminal_there_is_a_box_for_each_role(tmp_path: Path) -> None:
     out = io.StringIO()
-    with panel.open_panel(Console(file=out, force_terminal=True, width=120, height=40), "demo") as live:
+    terminal = Console(file=out, force_terminal=True, width=120, height=40)
+    with panel.open_panel(terminal, "demo", tmp_path / "log") as live:
         live.update(snapshot(3))
     assert all(title in out.getvalue() for title in ("queue", "engine-0", "learner-0", "waits for rows (7 s)"))
 

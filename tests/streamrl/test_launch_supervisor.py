@@ -211,3 +211,23 @@ def test_no_file_descriptor_is_left_behind(tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     trio.run(body)
     assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_an_error_of_ours_is_told_in_its_own_words_without_a_traceback(tmp_path: Path) -> None:
+    words = tmp_path / "learner-0.error"
+    code = f"""
+    from pathlib import Path
+    from streamrl.runtime.failure import LastWords
+    from streamrl_queue.errors import NoProgress
+    LastWords.of(NoProgress("20 steps without a signal")).write(Path({str(words)!r}))
+    raise SystemExit(1)
+    """
+
+    async def body() -> None:
+        async with supervisor(nobody_told) as roles:
+            roles.start(spec(tmp_path, code, name="learner-0"))
+            with trio.fail_after(10):
+                await trio.sleep_forever()
+
+    said = str(failure_of(body))
+    assert said.startswith("learner-0: NoProgress: 20 steps without a signal (log: ")

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import trio
 
 from streamrl_queue.errors import DeadlineExceeded, EngineError, TransportError
+from streamrl_queue.nursery import open_nursery
 from streamrl_queue.rpc import RpcClient
 
 from .protocol import EngineReply, Generate, Generated, GenerateReply, Health, Sampling
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 MEMBERS_SECONDS: Final = 30.0  # one long-poll of the members; a change ends it at once
 PROBE_SECONDS: Final = 5.0  # between two probes of an engine, and the deadline of each
 PROBES: Final = 3  # probes in a row that an engine may miss before it is fenced
+GRACE_SECONDS: Final = 1.0  # an engine answers at the deadline with what it has; that answer may take so long
 ATTEMPTS: Final = 3  # engines that one request may lose before it counts as the culprit
 SESSIONS: Final = 8192  # sessions whose engine is remembered; far more than episodes run in one process
 
@@ -84,7 +86,7 @@ class EngineFleet:
         cls, queue: TransferQueue, *, key: bytes | None = None, slice_tokens: int = 512
     ) -> AsyncIterator[EngineFleet]:
         """A fleet that follows the queue's members of role `engine`."""
-        async with trio.open_nursery() as nursery:
+        async with open_nursery() as nursery:
             fleet = cls(queue, nursery, key, slice_tokens)
             nursery.start_soon(fleet._follow)
             yield fleet
@@ -112,29 +114,31 @@ class EngineFleet:
             EngineError: the request failed on several engines.
             LimitReached: the prompt does not fit the engines' context.
         """
-        got, waiting_for = Generated.nothing(), ["a ready engine", "the fleet"]
-        with trio.move_on_after(deadline) as scope:
-            attempts = 0
-            while True:
-                waiting_for[:] = "a ready engine", "the fleet"
-                engine = await self._route(session)
-                waiting_for[:] = f"an answer for session {session}", engine.member.name
-                prompt = np.concatenate([tokens, got.tokens]) if len(got.tokens) else tokens
-                ask = self._ask(sampling, len(got.tokens))
-                try:
-                    part = await self._call(engine, prompt, ask, session, scope.deadline)
-                except (EngineError, TransportError) as error:
-                    attempts += 1
-                    self._leave(session, engine, error)
-                    if attempts == ATTEMPTS:
-                        raise EngineError(f"session {session} failed on {attempts} engines; last: {error}") from error
-                    continue
-                got = got.then(part)
-                if self._is_whole(part, ask, len(got.tokens), sampling):
-                    self._finished += 1
-                    self._tokens += len(got.tokens)
-                    return got
-        raise DeadlineExceeded.waiting(waiting_for[0], waiting_for[1], deadline)
+        until, attempts, got = trio.current_time() + deadline, 0, Generated.nothing()
+        awaited, source = "a ready engine", "the fleet"
+        while (left := until - trio.current_time()) > 0:
+            engine = self._pick(session)
+            if engine is None:
+                with trio.move_on_after(left):
+                    await self._changed.wait()
+                continue
+            awaited, source = f"an answer for session {session}", engine.member.name
+            prompt = np.concatenate([tokens, got.tokens]) if len(got.tokens) else tokens
+            ask = self._ask(sampling, len(got.tokens))
+            try:
+                part = await self._call(engine, prompt, ask, session, left)
+            except (EngineError, TransportError) as error:
+                attempts += 1
+                self._leave(session, engine, error)
+                if attempts == ATTEMPTS:
+                    raise EngineError(f"session {session} failed on {attempts} engines; last: {error}") from error
+                continue
+            got = got.then(part)
+            if self._is_whole(part, ask, len(got.tokens), sampling):
+                self._finished += 1
+                self._tokens += len(got.tokens)
+                return got
+        raise DeadlineExceeded.waiting(awaited, source, deadline)
 
     def _ask(self, sampling: Sampling, had: int) -> Sampling:
         """The next slice of a request that has `had` tokens."""
@@ -149,11 +153,10 @@ class EngineFleet:
         return part.finish_reason == "stop"
 
     async def _call(
-        self, engine: _Engine, prompt: npt.NDArray[np.int32], ask: Sampling, session: str, until: float
+        self, engine: _Engine, prompt: npt.NDArray[np.int32], ask: Sampling, session: str, seconds: float
     ) -> Generated:
         """One slice from `engine`. Raises EngineError when the engine is lost meanwhile."""
         assert engine.client is not None
-        seconds = max(0.0, until - trio.current_time())
         request = Generate(prompt.astype("<i4", copy=False).tobytes(), ask, session, seconds)
         cost = len(prompt) + ask.max_tokens
         engine.outstanding += cost
@@ -161,7 +164,7 @@ class EngineFleet:
         engine.calls.add(scope)
         try:
             with scope:
-                reply = await engine.client.call(request, deadline=seconds + 1.0, source=engine.member.name)
+                reply = await engine.client.call(request, deadline=seconds + GRACE_SECONDS, source=engine.member.name)
                 assert isinstance(reply, GenerateReply)
                 return reply.generated()
         finally:
@@ -169,19 +172,18 @@ class EngineFleet:
             engine.outstanding -= cost
         raise EngineError(f"{engine.member.name} was lost with session {session} in flight")
 
-    async def _route(self, session: str) -> _Engine:
-        while True:
-            engine = self._engines.get(self._sessions.get(session, ""))
-            if engine is None or not engine.usable:
-                usable = [e for e in self._engines.values() if e.usable]
-                engine = min(usable, key=lambda e: e.outstanding, default=None)
-            if engine is not None:
-                self._sessions[session] = engine.member.session
-                self._sessions.move_to_end(session)
-                if len(self._sessions) > SESSIONS:
-                    self._sessions.popitem(last=False)
-                return engine
-            await self._changed.wait()
+    def _pick(self, session: str) -> _Engine | None:
+        """The session's engine, else the usable one with the least outstanding; None when there is none."""
+        engine = self._engines.get(self._sessions.get(session, ""))
+        if engine is None or not engine.usable:
+            usable = [e for e in self._engines.values() if e.usable]
+            engine = min(usable, key=lambda e: e.outstanding, default=None)
+        if engine is not None:
+            self._sessions[session] = engine.member.session
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > SESSIONS:
+                self._sessions.popitem(last=False)
+        return engine
 
     def _leave(self, session: str, engine: _Engine, error: Exception) -> None:
         self._moved += 1
@@ -223,7 +225,7 @@ class EngineFleet:
     async def _connect(self, engine: _Engine) -> None:
         endpoint = engine.member.endpoint
         assert endpoint is not None
-        async with RpcClient.connect(endpoint, EngineReply, key=self._key) as client, trio.open_nursery() as nursery:
+        async with RpcClient.connect(endpoint, EngineReply, key=self._key) as client, open_nursery() as nursery:
             engine.client = client
             self._notify()
             nursery.start_soon(self._probe, engine, client)

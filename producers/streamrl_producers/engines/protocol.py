@@ -28,14 +28,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Random numbers of this request that were used before: a request that goes on elsewhere continues its own."""
 
     def __post_init__(self) -> None:
-        for name, holds, expected in (
-            ("temperature", self.temperature >= 0, "0 or more"),
-            ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-        ):
-            if not holds:
-                raise SchemaError(f"sampling.{name}: expected {expected}, got {getattr(self, name)!r}")
+        if not (self.temperature >= 0 and 0 < self.top_p <= 1 and self.top_k >= 0 and self.max_tokens >= 1):
+            raise SchemaError(
+                "sampling: expected temperature >= 0, 0 < top_p <= 1, top_k >= 0 and max_tokens >= 1; "
+                f"got {self.temperature}, {self.top_p}, {self.top_k} and {self.max_tokens}"
+            )
 
 
 class Generated(msgspec.Struct, frozen=True):
@@ -64,9 +61,11 @@ class Generated(msgspec.Struct, frozen=True):
 
     def then(self, more: Generated) -> Generated:
         """These tokens, followed by those that were sampled after them."""
+        if not len(self.tokens):
+            return more
         spans = list(self.spans)
         for span in more.spans if len(more.tokens) else ():
-            if not spans or (spans[-1].version, spans[-1].context_version) != (span.version, span.context_version):
+            if (spans[-1].version, spans[-1].context_version) != (span.version, span.context_version):
                 spans.append(Span(span.start + len(self.tokens), span.version, span.context_version))
         return Generated(
             np.concatenate([self.tokens, more.tokens]),

@@ -66,7 +66,7 @@ def share(pending: Ints, order: Ints, budget: int) -> Ints:
 
 def plan(slots: Ints, cached: Ints, counts: Ints) -> Plan:
     """The step that forwards `counts` `[rows]` (each at least 1) tokens of `slots` after their `cached` ones."""
-    widths = np.ceil(np.log2(counts)).astype(np.int64)  # 1, 2, 3-4, 5-8, …: padding at most doubles the queries
+    widths = np.ceil(np.log2(counts))  # groups of 1, 2, 3-4, 5-8, …: padding at most doubles the queries
     order = np.argsort(widths, kind="stable")
     slots, cached, counts, widths = slots[order], cached[order], counts[order], widths[order]
     ends = np.cumsum(counts)

@@ -22,6 +22,7 @@ import trio
 
 from streamrl_queue import TransferQueue
 from streamrl_queue.errors import EngineError
+from streamrl_queue.nursery import open_nursery
 from streamrl_queue.rpc import RpcServer
 from streamrl_queue.weights import Abort, Apply, Prepare, Resume
 
@@ -57,7 +58,7 @@ async def run_engine(
     async with (
         RpcServer.bind(bind, EngineRequest, engine.handle, key=key) as server,
         connect(server.address) as queue,
-        trio.open_nursery() as nursery,
+        open_nursery() as nursery,
     ):
         await queue.announce(ready=False)
         engine.open(
@@ -132,13 +133,19 @@ class _Engine:
         return self._receiver.pause_seconds if self._receiver else 0.0
 
 
+def _activity(runner: Runner) -> str:
+    if runner.state == "sampling":
+        return "samples" if runner.batch.running else "waits for requests"
+    return "waits for weights" if runner.state == "empty" else "waits for a version's commit"
+
+
 async def _report(queue: TransferQueue, engine: _Engine) -> None:
     """consumes: counters. produces: gauges. waits for: the clock. unblocked by: it."""
     runner, busy = engine.runner, 0.0
     while True:
         counters = runner.batch.counters
         queue.report(
-            {"empty": "waits for weights", "paused": "waits for a version's commit"}.get(runner.state),
+            _activity(runner),
             tokens_sampled=counters.sampled,
             tokens_forced=counters.forced,
             running=runner.batch.running,

@@ -1,0 +1,79 @@
+"""`streamrl queue`: one broker alone, for people who want only the queue."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import trio
+
+from streamrl import cli
+from streamrl.runtime.alone import read_key
+from streamrl_queue import TransferQueue
+from streamrl_queue.errors import ConfigError
+
+KEY = bytes(range(32))
+
+
+def start(directory: Path, *arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """The broker's process and its address."""
+    command = [sys.executable, "-m", "streamrl.cli", "queue", "--bind", "tcp://127.0.0.1:0", "--dir", str(directory)]
+    process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().split("queue at ")[1].split(",")[0]
+
+
+def end(process: subprocess.Popen[str], number: int) -> int:
+    process.send_signal(number)
+    process.communicate(timeout=10)
+    return process.returncode
+
+
+def test_rows_put_into_a_broker_alone_are_there_after_it_was_started_again(tmp_path: Path) -> None:
+    async def put(address: str) -> None:
+        async with TransferQueue.connect(address) as queue:
+            receipt = await queue.put(pa.RecordBatch.from_pydict({"x": [1.0, 2.0]}), keys=["a", "b"])
+            assert receipt.durability == "flush"
+
+    async def take(address: str) -> list[float]:
+        async with TransferQueue.connect(address) as queue:
+            lease = await queue.lease("work", rows=2, at_least=2, wait=5)
+            assert lease is not None
+            assert lease.batch is not None
+            return lease.batch.column("x").to_pylist()  # type: ignore[no-any-return]
+
+    process, address = start(tmp_path)
+    trio.run(put, address)
+    assert end(process, signal.SIGTERM) == 143
+    process, address = start(tmp_path)
+    assert trio.run(take, address) == [1.0, 2.0]
+    assert end(process, signal.SIGINT) == 0
+
+
+def test_a_public_address_without_a_key_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["queue", "--bind", "tcp://0.0.0.0:0", "--dir", str(tmp_path)]) == 1
+    assert "needs a key" in capsys.readouterr().err
+
+
+def test_an_address_in_use_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    process, address = start(tmp_path / "one")
+    assert cli.main(["queue", "--bind", address, "--dir", str(tmp_path / "two")]) == 1
+    assert address in capsys.readouterr().err
+    end(process, signal.SIGTERM)
+
+
+def test_a_key_is_32_bytes_or_their_hexadecimal_digits(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(KEY)
+    assert read_key(file) == KEY
+    file.write_text(KEY.hex() + "\n")
+    assert read_key(file) == KEY
+    file.write_text("too short")
+    with pytest.raises(ConfigError, match="expected 32 bytes or 64 hexadecimal digits"):
+        read_key(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_key(tmp_path / "nothing")
