@@ -1,23 +1,31 @@
 """The staleness bound, as arithmetic.
 
 Let η be `max_staleness` and B the rows of a step. The lag of a row is the number of steps that the learner has
-taken when it trains the row, minus the step of the version that sampled the row's oldest token.
+taken when it trains the row, minus the step of the version that sampled the row's oldest token. A row that was born
+under step b must be trained in step b + η + 1 at the latest: that is its deadline.
 
 *Admission.* A group may start only while
 
     admitted − lost < trained(v) + (η + 1)·B
 
 where v is the committed version, `trained(v)` the rows trained in steps up to step(v), and `lost` the admitted
-rows that were dropped or died. A row admitted under this has fewer than (η + 1)·B untrained rows before it as of
-v; every step takes B of them; so, taken in admission order, it is trained in step step(v) + η + 1 at the latest,
-when the learner has taken step(v) + η steps: its lag is at most η.
+rows that were dropped or died. A row of an admitted group may start (again, after a producer died or the learner
+went back to a checkpoint) only while
 
-*Hand-out.* Rows finish out of order, and a straggler could be overtaken for ever. A row born under step b must be
-trained by step b + η + 1. When step n is assembled, rows with b + η + 1 ≤ n are urgent: of the step's B places,
-as many are kept free as urgent rows are still on their way, and only the rest may go to younger rows.
+    trained + on their way < trained(v) + (η + 1)·B
+
+So when a row is born under b = step(v), it and the rows on their way fit into the places of the steps that are left
+until its deadline.
+
+*Hand-out.* Rows finish out of order. If the learner always took what is ready, a straggler would be overtaken until
+it is stale. So a row may overtake others with earlier deadlines only if these still fit: for every deadline D before
+its own, the rows due by D that the learner does not have yet, and it, must fit into the places left in the steps up
+to D. With this, nothing that was started becomes stale, in whatever order it finishes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from .config import Admission
 
@@ -27,9 +35,20 @@ def may_admit(bound: Admission, *, admitted: int, lost: int, trained: int) -> bo
     return admitted - lost < trained + (bound.max_staleness + 1) * bound.rows_per_step
 
 
-def is_urgent(bound: Admission, *, born: int, step: int) -> bool:
-    """Whether a row born under step `born` must not miss step `step`."""
-    return born + bound.max_staleness + 1 <= step
+def may_start(bound: Admission, *, started: int, trained: int) -> bool:
+    """Whether one more row of an admitted group may start.
+
+    Args:
+        bound: the staleness bound.
+        started: rows that were trained or are on their way.
+        trained: rows trained in steps up to that of the committed version.
+    """
+    return started < trained + (bound.max_staleness + 1) * bound.rows_per_step
+
+
+def deadline(bound: Admission, born: int) -> int:
+    """The last step that may train a row born under step `born`."""
+    return born + bound.max_staleness + 1
 
 
 def is_stale(bound: Admission, *, born: int, step: int) -> bool:
@@ -37,14 +56,24 @@ def is_stale(bound: Admission, *, born: int, step: int) -> bool:
     return step - 1 - born > bound.max_staleness
 
 
-def may_overtake(bound: Admission, *, handed: int, urgent: int) -> bool:
-    """Whether a row that is not urgent may take one of the step's places.
+def may_train(bound: Admission, *, born: int, step: int, handed: int, on_their_way: Mapping[int, int]) -> bool:
+    """Whether a ready row may take one of the places of step `step`.
 
     Args:
         bound: the staleness bound.
+        born: the step it was born under.
+        step: the step that is being assembled.
         handed: rows already handed out for this step.
-        urgent: urgent rows not handed out yet, wherever they are.
+        on_their_way: step of birth → rows that the learner does not have yet.
     """
+    if handed >= bound.rows_per_step:
+        return False
     if bound.on_stale != "wait":
-        urgent = 0
-    return handed + urgent < bound.rows_per_step
+        return True
+    due = 0
+    for other in sorted(other for other, rows in on_their_way.items() if rows and other < born):
+        due += on_their_way[other]
+        steps_left = max(deadline(bound, other) - step + 1, 1)
+        if due + 1 > steps_left * bound.rows_per_step - handed:
+            return False
+    return True

@@ -243,7 +243,7 @@ class Broker:
         """Send the replies, after what they promise is true."""
         if self._unsynced:
             self._unsynced = False
-            await trio.to_thread.run_sync(self._journal.sync)
+            await self._journal.settle()
         outbox, self._outbox = self._outbox, []
         for frames in outbox:
             # A peer that is gone or does not keep up asks again.
@@ -561,6 +561,7 @@ async def open_broker(
     key: bytes | None = None,
     transport: Transport = ZEROMQ,
     wall: Callable[[], float] = time.time,
+    open_journal: Callable[..., Journal] = Journal,
 ) -> AsyncIterator[Broker]:
     """A broker that serves until the block is left. `broker.address` tells where.
 
@@ -568,7 +569,7 @@ async def open_broker(
         AddressError: the address is taken, or public without a key.
         JournalError: the journal is damaged, or another broker has it.
     """
-    journal = Journal(directory, durability=durability, segment_bytes=segment_bytes, recovery=recovery)
+    journal = open_journal(directory, durability=durability, segment_bytes=segment_bytes, recovery=recovery)
     try:
         with transport.router(bind, key=key) as router:
             broker = Broker(flow, journal, router, key=key, wall=wall)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 import msgspec
+import trio
 from blake3 import blake3
 
 from .config import Durability
@@ -318,6 +319,10 @@ class Journal:
         """Make everything appended so far survive power loss. Blocks for milliseconds."""
         if self._segments:
             self._segments[max(self._segments)].sync()
+
+    async def settle(self) -> None:
+        """`sync`, while the event loop goes on."""
+        await trio.to_thread.run_sync(self.sync)
 
     def payload(self, record: int) -> memoryview:
         """The payload of a record, as a slice of the mapped segment."""

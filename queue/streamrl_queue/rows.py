@@ -13,6 +13,7 @@ it stood.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from . import admission
@@ -180,21 +181,24 @@ class Rows(Table):
         bound = self.flow.admission
         if bound is None or not self.is_bound(row):
             return True
-        if stage.admits and not row.group.admitted and row.group.id not in admitted:
-            pending = len(admitted) * len(row.group.members)
-            trained = self._trained_at(self.version)
-            return admission.may_admit(bound, admitted=self._admitted + pending, lost=self._lost, trained=trained)
+        if stage.admits:
+            return self._may_start(bound, row, picked, admitted)
         if stage.trains and step is not None:
-            return self._may_train(bound, row, step, list(picked.values()))
+            return self._may_train(bound, row, step, picked)
         return True
 
-    def _may_train(self, bound: Admission, row: Row, step: int, picked: list[Row]) -> bool:
+    def _may_start(self, bound: Admission, row: Row, picked: dict[int, Row], admitted: dict[int, None]) -> bool:
+        trained = self._trained_at(self.version)
+        if not row.group.admitted and row.group.id not in admitted:
+            pending = len(admitted) * len(row.group.members)
+            return admission.may_admit(bound, admitted=self._admitted + pending, lost=self._lost, trained=trained)
+        started = self._trained_through[self.step] + self._on_their_way.total() + self._handed.total() + len(picked)
+        return admission.may_start(bound, started=started, trained=trained)
+
+    def _may_train(self, bound: Admission, row: Row, step: int, picked: dict[int, Row]) -> bool:
+        on_their_way = self._on_their_way - Counter(other.born for other in picked.values())
         handed = self._handed[step] + len(picked)
-        if admission.is_urgent(bound, born=row.born, step=step):
-            return handed < bound.rows_per_step
-        urgent = sum(n for born, n in self._on_their_way.items() if admission.is_urgent(bound, born=born, step=step))
-        urgent -= sum(admission.is_urgent(bound, born=other.born, step=step) for other in picked)
-        return admission.may_overtake(bound, handed=handed, urgent=urgent)
+        return admission.may_train(bound, born=row.born, step=step, handed=handed, on_their_way=on_their_way)
 
     def _trained_at(self, version: int) -> int:
         """Rows trained in steps up to the step of `version`."""

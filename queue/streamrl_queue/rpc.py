@@ -18,7 +18,7 @@ import trio
 from . import wire
 from .errors import DeadlineExceeded, ProtocolError, StreamRLError, from_wire
 from .nursery import open_nursery
-from .transport import ZEROMQ, Buffer, Dealer, Router
+from .transport import ZEROMQ, Buffer, Dealer, Router, Transport
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +50,16 @@ class RpcClient:
     @classmethod
     @asynccontextmanager
     async def connect(
-        cls, address: str, reply_type: Any, *, key: bytes | None = None, session: str = ""
+        cls,
+        address: str,
+        reply_type: Any,
+        *,
+        key: bytes | None = None,
+        session: str = "",
+        transport: Transport = ZEROMQ,
     ) -> AsyncIterator[RpcClient]:
         """A client whose replies are tagged structs of `reply_type`."""
-        with ZEROMQ.dealer(address) as dealer:
+        with transport.dealer(address) as dealer:
             client = cls(dealer, reply_type, key, session)
             async with open_nursery() as nursery:
                 nursery.start_soon(client.receive)
@@ -143,10 +149,16 @@ class RpcServer:
     @classmethod
     @asynccontextmanager
     async def bind(
-        cls, address: str, request_type: Any, handler: Handler, *, key: bytes | None = None
+        cls,
+        address: str,
+        request_type: Any,
+        handler: Handler,
+        *,
+        key: bytes | None = None,
+        transport: Transport = ZEROMQ,
     ) -> AsyncIterator[RpcServer]:
         """A server for tagged structs of `request_type`. A handler's StreamRLError becomes the caller's."""
-        with ZEROMQ.router(address, key=key) as router:
+        with transport.router(address, key=key) as router:
             server = cls(router, request_type, handler, key)
             async with open_nursery() as nursery:
                 nursery.start_soon(server._receive, nursery)

@@ -202,6 +202,10 @@ class Table:
             self._end_lease(row, stage.name)
             if stage.trains:
                 self._enter_way(row)
+            if stage.admits:
+                # Nothing of it is left: it will be born again, under the version of that day.
+                self._leave_way(row)
+                row.born = UNBORN
             if event.cause == "released":
                 row.attempts[stage.name] -= 1
             if row.attempts[stage.name] >= stage.max_deliveries:

@@ -89,6 +89,8 @@ class Coordinator:
         # A resumed journal has versions that no engine of this launch holds. The learner needs seconds to import
         # torch before it could commit another.
         self._earlier = (await self.queue.statistics()).version
+        # Rows of an evaluation that was interrupted; another one puts its own.
+        await self.queue.end_rows("its evaluation was interrupted", split="eval")
         await self.roles_report_in()
         self.phase = "warm start"
         await self.version_of(0, self.config.supervision.warm_start_seconds)
@@ -369,7 +371,8 @@ async def _started(
     async def died(role: Role, again: bool) -> None:
         if again:
             panel.note(f"{role.spec.name} (pid {role.pid}) was killed; started again")
-            if coordinator is not None:
+            # A broker that is gone cannot be told anything; it holds no leases.
+            if coordinator is not None and role.spec.name != plan.QUEUE:
                 await coordinator.forget(role.spec.name)
 
     async with supervisor(died) as roles:

@@ -26,16 +26,17 @@ async def evaluate(queue: TransferQueue, tasks: TaskSource, *, rows: int, second
     """
     lost = await _lost(queue)
     step = (await queue.statistics()).version_step or 0
-    await queue.put(list(tasks.take(0, rows)), split="eval")
+    wanted = set((await queue.put(list(tasks.take(0, rows)), split="eval")).rows)
     rewards: list[float] = []
     failed, moved = 0, time.monotonic()
     while len(rewards) + failed < rows:
         lease = await queue.lease("evaluate", rows=rows, wait=1.0)
         if lease is not None:
             assert lease.batch is not None
-            rewards += lease.batch.column("reward").to_pylist()
-            ids = pa.array([row.row for row in lease.rows], pa.uint64())
+            ids = lease.batch.column("row")
             await queue.write(lease, pa.RecordBatch.from_arrays([ids], names=["row"]))
+            found = zip(ids.to_pylist(), lease.batch.column("reward").to_pylist(), strict=True)
+            rewards += [reward for row, reward in found if row in wanted]
         now_failed = await _lost(queue) - lost
         if lease is not None or now_failed > failed:
             failed, moved = now_failed, time.monotonic()

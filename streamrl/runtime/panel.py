@@ -181,8 +181,11 @@ def _gauge(name: str, value: float) -> str:
 def status_line(snapshot: Snapshot) -> str:
     """One line that says how far the run is, and who waits when nothing moves."""
     if snapshot.step == 0:
-        waiting = ", ".join(f"{r.name}: {r.activity}" for r in snapshot.roles if r.activity)
-        return f"{snapshot.phase}" + (f"  ({waiting})" if waiting else "")
+        # Until the warm start is over everybody waits for the learner.
+        early = snapshot.phase in ("starting", "warm start")
+        roles = [r for r in snapshot.roles if r.activity and (r.name == "learner-0" or not early)]
+        waiting = ", ".join(f"{r.name}: {r.activity}" for r in roles)
+        return f"{snapshot.phase}  ({waiting})" if waiting else snapshot.phase
     metrics, parts = snapshot.metrics, [f"step {snapshot.step}/{snapshot.steps}"]
     if snapshot.rewards:
         recent = snapshot.rewards[-5:]

@@ -25,6 +25,10 @@ def require_installed() -> None:
         )
 
 
+QUEUE = "queue"
+"""The broker's name."""
+
+
 def learner_names(config: RunConfig) -> tuple[str, ...]:
     return tuple(f"learner-{rank}" for rank in range(config.learner.ranks))
 
@@ -33,7 +37,7 @@ def role_names(config: RunConfig) -> tuple[str, ...]:
     """All roles, in the order in which they are started."""
     counts = {"engine": config.engine.count, "producer": config.producers, "scorer": config.scorers}
     workers = (f"{kind}-{i}" for kind, count in counts.items() for i in range(count))
-    return ("queue", *learner_names(config), *workers)
+    return (QUEUE, *learner_names(config), *workers)
 
 
 def role_specs(config: RunConfig, run: RunDirectory) -> tuple[RoleSpec, ...]:
@@ -48,10 +52,17 @@ def _spec(name: str, config: RunConfig, run: RunDirectory) -> RoleSpec:
         name=name,
         command=(sys.executable, "-m", "streamrl.runtime.role", name, "--run", str(run.path)),
         log=run.logs / f"{name}.log",
-        restarts=config.supervision.restarts if kind in ("engine", "producer", "scorer") else 0,
+        restarts=config.supervision.restarts if _is_restarted(name, config) else 0,
         window=config.supervision.window_seconds,
         # The leading rank serves joining engines until it is told to stop; the others end before it.
         ends=kind == "learner" and name != "learner-0",
         # Libraries size their thread pools when they are loaded, before any setting of ours could reach them.
         environment={"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"},
     )
+
+
+def _is_restarted(name: str, config: RunConfig) -> bool:
+    """Workers hold nothing; the broker stands where its journal stood, unless that was in memory."""
+    if name == QUEUE:
+        return config.queue.durability != "memory"
+    return name.rpartition("-")[0] in ("engine", "producer", "scorer")

@@ -131,8 +131,8 @@ def choose(config: RunConfig, *, resume: bool, named: bool, trust: bool = False)
     """The directory for this run, and a sentence for the user when it is not the plain `runs/<name>`.
 
     `named` says that the user asked for this name: a name that nobody asked for moves on to the next free one when
-    its run has ended, and means the newest of them for `resume`. `trust` resumes with the run's own configuration,
-    whatever `config` says.
+    its run has ended or is alive, and means the newest of them for `resume`. `trust` resumes with the run's own
+    configuration, whatever `config` says.
 
     Raises:
         ConfigError: the directory belongs to another run, or to the same one and `resume` was not asked for.
@@ -149,9 +149,10 @@ def choose(config: RunConfig, *, resume: bool, named: bool, trust: bool = False)
         return run, None
     if not run.exists:
         return run, None
-    if not named and run.outcome is not None:
+    if not named and (run.alive or run.outcome is not None):
         free = _next_free(config)
-        return free, f"{run.path} has a run that was {run.outcome}; this one goes to {free.path}"
+        what = "is alive" if run.alive else f"was {run.outcome}"
+        return free, f"{run.path} has a run that {what}; this one goes to {free.path}"
     refuse_difference(run, config)
     raise ConfigError(f"{run.path} has a run of the same configuration; use --resume to continue it, or another --name")
 

@@ -203,6 +203,7 @@ class Machine(RuleBasedStateMachine):
     def every_task_is_in_exactly_one_state(self) -> None:
         statistics = self.rows.statistics()
         statistics.check()
+        assert "stale" not in statistics.dropped, "with `wait`, whatever is started is trained in time"
         states = Counter(row.state for row in self.rows.rows.values())
         assert states == Counter(self.rows._state_of(row) for row in self.rows.rows.values())
         assert states["leased"] == statistics.leased

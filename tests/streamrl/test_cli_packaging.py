@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 import streamrl
 
 TOP = Path(streamrl.__file__).parents[1]

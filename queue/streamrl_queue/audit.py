@@ -1,0 +1,188 @@
+"""Reading a journal that may be damaged, and that its broker may be writing to at this moment.
+
+`Journal.recover` stops at damage, because a queue must not go on from half a state. A person who asks what happened
+wants everything that can be read and a list of what cannot: `scan` gives both, in the order of the journal, and
+changes no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+from blake3 import blake3
+
+from .errors import JournalError
+from .events import Event, Put
+from .journal import ALIGNMENT, MAGIC, Entry, _decode, _next_whole, _parse, _Record
+
+# What is damaged: the columns of an event, an event, everything behind the last whole record, or a state.
+Kind = Literal["columns", "event", "tail", "snapshot"]
+
+
+class Damage(NamedTuple):
+    """Bytes of one file that are not what was written. `event` is known when only its columns are damaged."""
+
+    path: Path
+    start: int
+    length: int
+    kind: Kind
+    event: Event | None = None
+    record: int = 0
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The rows that lose something, as far as they can be known."""
+        if isinstance(self.event, Put):
+            return tuple(range(self.event.first_row, self.event.first_row + len(self.event.lines) * self.event.members))
+        return tuple(getattr(self.event, "rows", ()))
+
+    def __str__(self) -> str:
+        where = f"{self.path}, byte {self.start}"
+        match self.kind:
+            case "columns":
+                return f"{where}: the columns of {type(self.event).__name__} are damaged; {_names(self.rows)}"
+            case "event":
+                return f"{where}: an event is damaged ({self.length} bytes); its rows cannot be known"
+            case "tail":
+                return f"{where}: {self.length} bytes of a record that was not finished; a broker that starts cuts it"
+            case "snapshot":
+                return f"{where}: the state is damaged; a broker goes back to the one before it"
+
+
+def _names(rows: tuple[int, ...], most: int = 12) -> str:
+    shown = ", ".join(str(row) for row in rows[:most])
+    return f"rows {shown}{f' and {len(rows) - most} more' if len(rows) > most else ''}" if rows else "no rows"
+
+
+class File(NamedTuple):
+    """One segment, or the ledger that is left of it."""
+
+    number: int
+    path: Path
+    data: memoryview
+
+    @property
+    def is_ledger(self) -> bool:
+        return self.path.suffix == ".ledger"
+
+
+def exists(directory: Path) -> bool:
+    """Whether a journal lies there."""
+    return any(True for suffix in ("segment", "ledger") for _ in directory.glob(f"*.{suffix}"))
+
+
+def files(directory: Path) -> Iterator[File]:
+    """The files of a journal in order, each number once.
+
+    A running broker makes a ledger of a segment while we read: segments are listed first and looked for first, so
+    that one of the two is always found, and never both.
+
+    Raises:
+        JournalError: there is no journal in `directory`.
+    """
+    numbers = {int(path.stem) for path in directory.glob("*.segment")}
+    numbers |= {int(path.stem) for path in directory.glob("*.ledger")}
+    if not numbers:
+        raise JournalError(f"no journal in {directory}")
+    for number in sorted(numbers):
+        yield _open(directory, number)
+
+
+def _open(directory: Path, number: int) -> File:
+    for suffix in ("segment", "ledger"):
+        path = directory / f"{number:08d}.{suffix}"
+        try:
+            return File(number, path, memoryview(path.read_bytes()))
+        except FileNotFoundError:
+            continue
+    raise JournalError(f"{directory}: segment {number} was there and is gone, without a ledger")
+
+
+def scan(directory: Path) -> Iterator[Entry | Damage]:
+    """Every event that can be read, and every damage, in order.
+
+    Raises:
+        JournalError: there is no journal in `directory`.
+    """
+    for file in files(directory):
+        yield from _ledger(file) if file.is_ledger else _segment(file)
+
+
+def events(directory: Path) -> Iterator[Entry]:
+    """Every event that can be read; one whose columns are damaged comes without them."""
+    for found in scan(directory):
+        if isinstance(found, Entry):
+            yield found
+        elif found.event is not None:
+            yield Entry(found.event, found.record, None)
+
+
+def _segment(file: File) -> Iterator[Entry | Damage]:
+    data, start = file.data, 0
+    written = len(bytes(data).rstrip(b"\0"))
+    while start < written:
+        number = file.number << 32 | start
+        record = _record(file, start)
+        if record is not None and record.whole:
+            yield Entry(record.event, number, data[record.payload : record.payload + record.payload_bytes])
+            start = record.end
+            continue
+        follows = _next_whole(data, start + ALIGNMENT)
+        if follows is None:
+            _refuse_foreign(file, start)
+            yield Damage(file.path, start, written - start, "tail")
+            return
+        if record is not None:
+            yield Damage(file.path, start, record.end - start, "columns", record.event, number)
+            start = record.end
+        else:
+            yield Damage(file.path, start, follows - start, "event")
+            start = follows
+
+
+def _record(file: File, start: int) -> _Record | None:
+    try:
+        return _parse(file.data, start)
+    except msgspec.MsgspecError as error:
+        raise JournalError(f"{file.path}, byte {start}: written by another release of streamrl: {error}") from error
+
+
+def _refuse_foreign(file: File, start: int) -> None:
+    """Nothing whole in a whole file, and no mark of ours at its head: that is no damage but another format."""
+    head = bytes(file.data[:4])
+    if start == 0 and head not in (bytes(4), MAGIC.to_bytes(4, "little")):
+        raise JournalError(f"{file.path}: no journal, or one of another release: it begins with {head.hex()}")
+
+
+def _ledger(file: File) -> Iterator[Entry | Damage]:
+    data, start = file.data, 0
+    while start < len(data):
+        length = int.from_bytes(data[start : start + 4], "little")
+        try:
+            event = _decode(data[start + 4 : start + 4 + length])
+        except msgspec.MsgspecError:
+            # Entries carry no mark: behind a damaged one nothing can be found again.
+            yield Damage(file.path, start, len(data) - start, "event")
+            return
+        yield Entry(event, file.number << 32 | start, None)
+        start += 4 + length
+
+
+def snapshots(directory: Path) -> Iterator[tuple[int, bytes] | Damage]:
+    """The states that lie beside the segments, by the number of the segment that follows each."""
+    for path in sorted(directory.glob("*.snapshot")):
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            # The broker keeps only the newest.
+            continue
+        whole = blake3(data[32:]).digest() == data[:32]
+        yield (int(path.stem), data[32:]) if whole else Damage(path, 0, len(data), "snapshot")
+
+
+def stored_bytes(directory: Path) -> int:
+    """Bytes on disk; the hole behind a segment's last record takes none."""
+    return sum(path.stat().st_blocks * 512 for path in directory.iterdir() if path.is_file())
