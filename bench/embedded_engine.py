@@ -133,7 +133,6 @@ async def push(queue: TransferQueue) -> None:
     def send() -> None:
         group = TransferGroup(where[1], where[0], 0, 2, "gloo", 30)
         group.broadcast(buffer)
-        group.close()
 
     async with RpcClient.connect(members.members[0].endpoint, EngineReply) as client:
         await client.call(Prepare(manifest, *where, 1, 2, "gloo", 30), deadline=30)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from streamrl_queue.errors import ConfigError, StreamRLError
 
+from .inspect.commands import add_queue_actions, add_sql, add_trace
+
 if TYPE_CHECKING:
     from .config import RunConfig
 
@@ -49,17 +51,25 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("--explain", action="store_true", help="print every key with type, default and meaning")
     config.set_defaults(command=_config)
 
-    queue = commands.add_parser("queue", help="run one queue broker alone")
-    queue.add_argument("--bind", required=True, metavar="ADDRESS", help="for example tcp://127.0.0.1:7001")
-    queue.add_argument("--dir", required=True, type=Path, help="directory of the journal")
-    queue.add_argument("--durability", choices=("fsync", "flush", "memory"), default="flush")
-    queue.add_argument("--key-file", type=Path, help="file with a key of 32 bytes; clients need it too")
-    queue.set_defaults(command=_queue)
+    queue = commands.add_parser("queue", help="run one queue broker alone, or look at a queue")
+    _served(queue)
+    serve = add_queue_actions(queue).add_parser("serve", help="run one broker alone, as without an action")
+    _served(serve)
 
     status = commands.add_parser("status", help="who waits on whom in a live run")
     status.add_argument("run", metavar="RUN", help="name or directory of the run")
     status.set_defaults(command=_status)
+    add_trace(commands)
+    add_sql(commands)
     return parser
+
+
+def _served(queue: argparse.ArgumentParser) -> None:
+    queue.add_argument("--bind", metavar="ADDRESS", help="for example tcp://127.0.0.1:7001")
+    queue.add_argument("--dir", type=Path, help="directory of the journal")
+    queue.add_argument("--durability", choices=("fsync", "flush", "memory"), default="flush")
+    queue.add_argument("--key-file", type=Path, help="file with a key of 32 bytes; clients need it too")
+    queue.set_defaults(command=_queue)
 
 
 def _configured(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +122,8 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _queue(options: argparse.Namespace) -> int:
+    if options.bind is None or options.dir is None:
+        raise ConfigError("queue: expected --bind ADDRESS and --dir DIRECTORY, or an action; see streamrl queue --help")
     from .runtime.alone import run_broker
 
     return run_broker(options.bind, options.dir, options.durability, options.key_file, partial(print, flush=True))

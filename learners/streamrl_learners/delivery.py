@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
 import trio
 
-from streamrl_queue.errors import StreamRLError, WeightError
+from streamrl_queue.errors import DeadlineExceeded, StreamRLError, WeightError
 from streamrl_queue.rpc import RpcClient
 from streamrl_queue.weights import (
     Abort,
     Applied,
     Apply,
     Backend,
+    Circle,
     Manifest,
     Prepare,
     Resume,
-    TransferGroup,
     WeightReply,
 )
 
@@ -72,11 +73,17 @@ class Delivery:
         self._seconds = seconds
         self._tolerance = tolerance
         self._key = key
+        self._circle = Circle()
+        # Who is in the circle, and its name: another set of engines, or the same after a failure, needs another one.
+        self._members: tuple[Engine, ...] = ()
+        self._group = ""
         self._groups = itertools.count(1)
+        # An engine that outlives its learner must not take the next one's first group for the one it is in.
+        self._nonce = os.urandom(4).hex()
 
     async def verify(self, snapshot: Snapshot, manifest: Manifest, engines: Sequence[Engine]) -> list[Failure]:
         """Take `engines` through prepare, transfer and apply; nothing failed means that each has proved the version."""
-        group = f"version-{manifest.version}/{next(self._groups)}"
+        group = self._group_of(tuple(engines))
         world = len(engines) + 1
 
         async def prepare(engine: Engine) -> None:
@@ -88,11 +95,23 @@ class Delivery:
             applied = await self._call(engine, Apply(manifest.version, snapshot.probe))
             self._verify(snapshot, manifest.version, applied)
 
-        return (
+        failures = (
             await self._each("prepare", engines, prepare)
             or await self._transfer(snapshot, group, world, engines)
             or await self._each("apply", engines, apply)
         )
+        # Only a delivery that went well leaves a group that can be trusted.
+        if not failures:
+            self._members = tuple(engines)
+        return failures
+
+    def _group_of(self, engines: tuple[Engine, ...]) -> str:
+        """The name of the group for a delivery to `engines`."""
+        if engines != self._members:
+            self._circle.leave(self._group)
+            self._group = f"{self._nonce}/epoch-{next(self._groups)}"
+        self._members = ()
+        return self._group
 
     async def resume(self, version: int, engines: Sequence[Engine]) -> tuple[list[Failure], float]:
         """Let engines sample the committed version; what failed, and the longest pause in seconds."""
@@ -146,11 +165,10 @@ class Delivery:
 
         def send() -> str | None:
             try:
-                members = TransferGroup(self._store, group, 0, world, self._backend, self._seconds)
+                members = self._circle.join(self._store, group, 0, world, self._backend, self._seconds)
                 for buffer in snapshot.buffers:
                     members.broadcast(buffer.cuda() if self._backend == "nccl" else buffer)
-                members.close()
-            except RuntimeError as error:  # all that torch.distributed raises
+            except (RuntimeError, DeadlineExceeded) as error:  # all that torch.distributed raises
                 return str(error).splitlines()[0]
             return None
 

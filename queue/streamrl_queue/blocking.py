@@ -15,6 +15,7 @@ import pyarrow as pa
 import trio
 
 from . import messages as m
+from .batches import RowKeys
 from .client import Lease, TransferQueue
 from .errors import DeadlineExceeded
 from .nursery import open_nursery
@@ -163,6 +164,10 @@ class BlockingTransferQueue:
     def fetch(self, rows: Sequence[int], columns: Sequence[str]) -> pa.RecordBatch:
         """Columns of rows that were leased without their payload."""
         return self._call(self.aio.fetch, rows, columns)
+
+    def peek(self, stage: str, rows: int = 10) -> tuple[RowKeys, ...]:
+        """The rows that are ready for `stage`, in the order of hand-out, without leasing them."""
+        return self._call(self.aio.peek, stage, rows)
 
     def write(self, lease: Lease | int, batch: pa.RecordBatch) -> m.Receipt:
         """Fill the stage's columns and end the lease on those rows."""

@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 BATCH: Final = 64
 # Moved out of a sparse segment between two rounds of messages: a few milliseconds' worth.
 MOVED_BYTES: Final = 4 << 20
+# Rows shown to a peek: enough for a screen, few enough to hold up nobody.
+MOST_PEEKED: Final = 1000
 # Replies kept per session for requests that are sent again.
 REMEMBERED: Final = 64
 
@@ -105,6 +107,7 @@ class Broker:
             m.PutTasks: self._put,
             m.LeaseRows: self._lease,
             m.Fetch: self._fetch,
+            m.Peek: self._peek,
             m.WriteColumns: self._write,
             m.Extend: self._extend,
             m.Release: self._release,
@@ -328,6 +331,9 @@ class Broker:
                     worth = moved
             if (worth or late) and self._handle(asked):
                 self._waiting.remove(asked)
+        if self.rows.touched:
+            # What was answered made room for others.
+            self._look_again()
 
     def _is_late(self, asked: Asked) -> bool:
         return asked.deadline <= self._clock()
@@ -445,6 +451,11 @@ class Broker:
         rows = [self.rows.rows[id] for id in ask.rows]
         parts, payload = gather(rows, self._wanted(ask.columns), self._column_stage, self._payload)
         return m.Columns(tuple(self._keys(row, "") for row in rows), parts), payload
+
+    def _peek(self, asked: Asked) -> m.Columns:
+        ask: m.Peek = asked.request
+        rows = self.rows.peek(ask.stage, min(ask.rows, MOST_PEEKED))
+        return m.Columns(tuple(self._keys(row, ask.stage) for row in rows), ())
 
     def _write(self, asked: Asked) -> m.Receipt:
         lease_id = asked.request.lease

@@ -107,8 +107,9 @@ class TransferQueue:
         Raises:
             DeadlineExceeded: nobody answers at `address` (or the key is another one: such messages are dropped).
         """
-        session = session or os.urandom(8).hex()
         hello = m.Hello(name or f"{role}-{os.getpid()}", role, endpoint)
+        # The journal knows sessions only: their names say whose they were.
+        session = session or f"{hello.name}.{os.urandom(8).hex()}"
         with transport.dealer(address) as dealer:
             rpc = RpcClient(dealer, m.Reply, key, session)
             async with open_nursery() as nursery:
@@ -263,6 +264,11 @@ class TransferQueue:
         reply, data = await self._exchange(m.Fetch(tuple(rows), tuple(columns)), None)
         return assemble(reply.rows, reply.parts, memoryview(data or b""))
 
+    async def peek(self, stage: str, rows: int = 10) -> tuple[RowKeys, ...]:
+        """The rows that are ready for `stage`, in the order of hand-out, without leasing them."""
+        reply: m.Columns = await self._ask(m.Peek(stage, rows))
+        return reply.rows
+
     async def write(self, lease: Lease | int, batch: pa.RecordBatch) -> m.Receipt:
         """Fill the stage's columns of the rows that `batch` names in `row`; ends the lease on exactly those.
 
@@ -328,6 +334,11 @@ class TransferQueue:
         """Counts of rows by state."""
         counts: m.Counts = await self._ask(m.GetStatistics())
         return counts.statistics
+
+    async def journal_bytes(self) -> int:
+        """Bytes that the journal's segments hold."""
+        counts: m.Counts = await self._ask(m.GetStatistics())
+        return counts.journal_bytes
 
 
 def _id(lease: Lease | int) -> int:

@@ -208,6 +208,8 @@ class Journal:
         self._recovery = recovery
         self._segments: dict[int, Segment] = {}
         self._snapshots: list[int] = []
+        # Segments that hold something that is not synced.
+        self._unsynced: set[int] = set()
         # Dumps the state when a segment is full; the broker sets it.
         self.dump: Callable[[], bytes] | None = None
         try:
@@ -287,6 +289,7 @@ class Journal:
             start = segment.append(head, header, payload)
         except OSError as error:
             raise JournalError(f"cannot write to {self.directory}: {error.strerror}") from error
+        self._unsynced.add(segment.number)
         return segment.number << 32 | start
 
     def _room(self, length: int) -> Segment:
@@ -294,7 +297,7 @@ class Journal:
         if last is not None and last.end + length <= last.size and last.events < EVENTS_PER_SEGMENT:
             return last
         if last is not None and self.durability == "fsync":
-            last.sync()
+            self.sync()
         number = last.number + 1 if last is not None else 1
         if last is not None and self.dump is not None:
             self._write_snapshot(number, self.dump())
@@ -317,8 +320,9 @@ class Journal:
 
     def sync(self) -> None:
         """Make everything appended so far survive power loss. Blocks for milliseconds."""
-        if self._segments:
-            self._segments[max(self._segments)].sync()
+        for number in sorted(self._unsynced):
+            self._segments[number].sync()
+            self._unsynced.discard(number)
 
     async def settle(self) -> None:
         """`sync`, while the event loop goes on."""
@@ -355,6 +359,7 @@ class Journal:
         gone = [n for n, segment in self._segments.items() if n < self._snapshots[0] and segment.needed == 0]
         for number in gone:
             segment = self._segments.pop(number)
+            self._unsynced.discard(number)
             self._to_ledger(segment)
             segment.path.unlink()
             segment.close()

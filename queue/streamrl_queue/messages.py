@@ -136,6 +136,13 @@ class Columns(msgspec.Struct, frozen=True, tag=True):
     parts: tuple[Part, ...]
 
 
+class Peek(msgspec.Struct, frozen=True, tag=True):
+    """Who would be handed out next at a stage; nothing is handed out."""
+
+    stage: str
+    rows: int
+
+
 class WriteColumns(msgspec.Struct, frozen=True, tag=True):
     """The payload fills the stage's columns of the rows it names."""
 
@@ -254,6 +261,7 @@ Request = (
     | PutTasks
     | LeaseRows
     | Fetch
+    | Peek
     | WriteColumns
     | Extend
     | Release

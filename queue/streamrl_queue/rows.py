@@ -33,7 +33,7 @@ from .events import (
     VersionCommitted,
     Written,
 )
-from .state import Lease, Rank, Row, Version
+from .state import Lease, Line, Rank, Row, Version
 from .table import Table
 
 
@@ -142,38 +142,52 @@ class Rows(Table):
         The caller grants them all or gives them all back.
         """
         heaps = self._ready[stage.name]
-        open_heaps = [heaps[env]] if env is not None else list(heaps.values())
+        lines = [line for line in heaps if env is None or line[0] == env]
         picked: dict[int, Row] = {}
         admitted: dict[int, None] = {}
         while len(picked) < rows:
-            open_heaps = [heap for heap in open_heaps if self._head(stage, heap, picked, skip)]
-            if not open_heaps:
+            lines = [line for line in lines if self._head(stage, line, picked, skip)]
+            if not lines:
                 break
-            heap = min(open_heaps, key=lambda h: h[0])
-            row = self.rows[heap[0][2]]
+            line = min(lines, key=lambda x: heaps[x][0])
+            row = self.rows[heaps[line][0][2]]
             if not self._may_take(stage, row, step, picked, admitted):
-                open_heaps = [h for h in open_heaps if h is not heap]
+                lines.remove(line)
                 continue
-            heapq.heappop(heap)
+            heapq.heappop(heaps[line])
             if stage.admits and self.is_bound(row) and not row.group.admitted:
                 admitted[row.group.id] = None
             picked |= {r.id: r for r in (row.group.members if stage.unit == "group" else [row])}
         return list(picked.values()), tuple(admitted)
 
-    def _head(self, stage: Stage, heap: list[Rank], picked: dict[int, Row], skip: frozenset[int]) -> bool:
-        """Clear entries at the front of `heap` that no longer hold; tells whether one is left."""
+    def _head(self, stage: Stage, line: Line, picked: dict[int, Row], skip: frozenset[int]) -> bool:
+        """Clear entries at the front of a queue that no longer hold; tells whether one is left."""
+        heap = self._ready[stage.name][line]
         while heap:
             row = self.rows.get(heap[0][2])
             holds = row is not None and stage.name in row.ready and self.rank(stage, row) == heap[0]
+            holds = holds and row is not None and self.line(stage, row) == line
             if holds and heap[0][2] not in picked and heap[0][2] not in skip:
                 return True
             heapq.heappop(heap)
         return False
 
+    def peek(self, stage_name: str, rows: int) -> list[Row]:
+        """Rows that are ready for a stage, in the order of hand-out; whether admission lets them out is not asked."""
+        stage = self.stage(stage_name)
+        found: dict[int, Row] = {}
+        for rank in heapq.merge(*(_in_order(heap) for heap in self._ready[stage.name].values())):
+            row = self.rows.get(rank[2])
+            if row is not None and stage.name in row.ready and self.rank(stage, row) == rank:
+                found |= {r.id: r for r in (row.group.members if stage.unit == "group" else [row])}
+            if len(found) >= rows:
+                break
+        return list(found.values())[:rows]
+
     def _give_back(self, stage: Stage, picked: list[Row]) -> None:
         for row in picked:
             if stage.name in row.ready:
-                heapq.heappush(self._ready[stage.name][row.env], self.rank(stage, row))
+                self._enqueue(stage, row)
 
     def _may_take(
         self, stage: Stage, row: Row, step: int | None, picked: dict[int, Row], admitted: dict[int, None]
@@ -359,3 +373,14 @@ class Rows(Table):
                 if place.record >> 32 == segment:
                     found.setdefault((place.record, stage), []).append(row.id)
         return found
+
+
+def _in_order(heap: list[Rank]) -> Iterator[Rank]:
+    """The smallest entries of a heap first, as many as are asked for, without taking one out."""
+    front = [(heap[0], 0)] if heap else []
+    while front:
+        rank, place = heapq.heappop(front)
+        yield rank
+        for child in (2 * place + 1, 2 * place + 2):
+            if child < len(heap):
+                heapq.heappush(front, (heap[child], child))

@@ -14,8 +14,10 @@ TASK: Final = ""
 UNBORN: Final = -1
 
 
-# Order in a ready heap: priority, birth, row id; the smallest goes first.
+# Order in a ready heap: birth (for the learner), priority, row id; the smallest goes first.
 Rank = tuple[int, int, int]
+# Which of a stage's ready heaps: environment, and how admission treats its rows (`free`, `bound`, `admitted`).
+Line = tuple[str, str]
 
 
 class Place(NamedTuple):

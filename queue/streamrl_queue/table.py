@@ -31,7 +31,7 @@ from .events import (
     VersionCommitted,
     Written,
 )
-from .state import TASK, UNBORN, Group, Lease, Place, Rank, Row, StageCount, Statistics, Version
+from .state import TASK, UNBORN, Group, Lease, Line, Place, Rank, Row, StageCount, Statistics, Version
 
 # Keys of ended groups that are still recognised when they are put again.
 PAST_KEYS: Final = 1 << 16
@@ -52,8 +52,8 @@ class Table:
         self.leases: dict[int, Lease] = {}
         self._session_leases: defaultdict[str, set[int]] = defaultdict(set)
         self._deadlines: list[tuple[float, int]] = []
-        # Stage → environment → heap of ready rows. An entry whose row moved on is skipped when it comes up.
-        self._ready: dict[str, defaultdict[str, list[Rank]]] = {s.name: defaultdict(list) for s in flow.stages}
+        # Stage → queue → heap of ready rows. An entry whose row moved on is skipped when it comes up.
+        self._ready: dict[str, defaultdict[Line, list[Rank]]] = {s.name: defaultdict(list) for s in flow.stages}
         # Stages that gained ready rows, or room, since the broker last looked.
         self.touched: set[str] = set()
         # Key of a group with live rows → its first row; and of groups that ended lately.
@@ -218,7 +218,7 @@ class Table:
         known = self.versions[event.version]
         self.versions[event.version] = msgspec.structs.replace(known, digest=event.digest)
         self.version = event.version
-        self._touch_admission()
+        self._touch_bound()
 
     def _apply_committed(self, event: Committed) -> None:
         self.step = event.step
@@ -264,9 +264,12 @@ class Table:
         self._admitted += len(group.members)
         for member in group.members:
             self._recount(member)
+            for stage in (self.stages[name] for name in member.ready if self.stages[name].admits):
+                self._enqueue(stage, member)
 
-    def _touch_admission(self) -> None:
-        self.touched.update(stage.name for stage in self.flow.stages if stage.admits)
+    def _touch_bound(self) -> None:
+        """There may be room again under the staleness bound: to start, and to overtake."""
+        self.touched.update(stage.name for stage in self.flow.stages if stage.admits or stage.trains)
 
     def _set_born(self, row: Row, step: int) -> None:
         self._leave_way(row)
@@ -344,8 +347,11 @@ class Table:
     def _push(self, stage: Stage, row: Row) -> None:
         row.ready.add(stage.name)
         self._stage_counts[stage.name]["ready"] += len(row.group.members) if stage.unit == "group" else 1
-        heapq.heappush(self._ready[stage.name][row.env], self.rank(stage, row))
+        self._enqueue(stage, row)
         self.touched.add(stage.name)
+
+    def _enqueue(self, stage: Stage, row: Row) -> None:
+        heapq.heappush(self._ready[stage.name][self.line(stage, row)], self.rank(stage, row))
 
     def _unready(self, stage: str, row: Row) -> None:
         if stage in row.ready:
@@ -353,10 +359,17 @@ class Table:
             group = self.stages[stage].unit == "group"
             self._stage_counts[stage]["ready"] -= len(row.group.members) if group else 1
 
+    def line(self, stage: Stage, row: Row) -> Line:
+        """Where the row queues: its environment, and how admission treats it, so that nobody waits behind a row that
+        may not start yet and is itself free to.
+        """
+        bound = stage.admits and self.is_bound(row)
+        return row.env, "admitted" if bound and row.group.admitted else "bound" if bound else "free"
+
     @staticmethod
     def rank(stage: Stage, row: Row) -> Rank:
-        """The order of hand-out: priority, then (for the learner) the oldest birth, then admission order."""
-        return (-row.priority, row.born if stage.trains else 0, row.id)
+        """The order of hand-out: for the learner the oldest birth (places are kept for it); priority; admission order."""
+        return (row.born if stage.trains else 0, -row.priority, row.id)
 
     def _end(self, rows: Sequence[Row], how: str, reason: str) -> None:
         """End rows for good. The rest of their groups may be ready without them."""
@@ -379,7 +392,7 @@ class Table:
         for group in {id(row.group): row.group for row in rows}.values():
             self._settle(group)
         if rows:
-            self._touch_admission()
+            self._touch_bound()
 
     def _remove(self, row: Row) -> None:
         """The row leaves the table, and with the last of its group the group's key is one of the past."""

@@ -195,8 +195,37 @@ def host_store(host: str = "127.0.0.1") -> TCPStore:
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
 
 
+class _Meeting:
+    """The members of a group wait for each other at a store."""
+
+    def __init__(
+        self, store: Any, group: str, rank: int, world: int, seconds: float, should_stop: Callable[[], bool]
+    ) -> None:
+        self._store = store
+        self._group = group
+        self._rank = rank
+        self._world = world
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self._should_stop = should_stop
+
+    def all_are(self, what: str) -> None:
+        """Say that this rank is `what`, and wait until all ranks have said so.
+
+        Raises:
+            DeadlineExceeded: naming the ranks that did not.
+        """
+        self._store.set(f"{what}/{self._rank}", "1")
+        while absent := [rank for rank in range(self._world) if not self._store.check([f"{what}/{rank}"])]:
+            if self._should_stop() or time.monotonic() > self._deadline:
+                ranks = ", ".join(map(str, absent))
+                source = f"transfer group {self._group}"
+                raise DeadlineExceeded.waiting(f"ranks {ranks} of {self._world} to be {what}", source, self._seconds)
+            time.sleep(JOIN_POLL_SECONDS)
+
+
 class TransferGroup:
-    """A process group of the learner (rank 0) and some engines, for one publish or as long as the members stay.
+    """A process group of the learner (rank 0) and some engines, for as long as the members stay.
 
     It stands beside torch's default group, so that the learner's ranks keep theirs.
     """
@@ -231,14 +260,9 @@ class TransferGroup:
         timeout = timedelta(seconds=seconds)
         client = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
         prefixed = dist.PrefixStore(group, client)  # type: ignore[attr-defined]
+        meeting = _Meeting(prefixed, group, rank, world, seconds, should_stop)
         # The backends wait for absent members inside C++, where nothing can stop them: so nobody enters alone.
-        prefixed.set(f"here/{rank}", "1")
-        deadline = time.monotonic() + seconds
-        while absent := [other for other in range(world) if not prefixed.check([f"here/{other}"])]:
-            if should_stop() or time.monotonic() > deadline:
-                ranks = ", ".join(map(str, absent))
-                raise DeadlineExceeded.waiting(f"ranks {ranks} of {world}", f"transfer group {group}", seconds)
-            time.sleep(JOIN_POLL_SECONDS)
+        meeting.all_are("here")
         self._group: Any
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
@@ -246,6 +270,8 @@ class TransferGroup:
             self._group = dist.ProcessGroupNCCL(prefixed, rank, world, options)
         else:
             self._group = dist.ProcessGroupGloo(prefixed, rank, world, timeout)
+        # A member that has its tensors leaves; its connections must not be half made for the others then.
+        meeting.all_are("connected")
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Send `tensor` from rank 0, or receive into it; returns when this side is done with it."""
@@ -255,6 +281,23 @@ class TransferGroup:
         options.rootRank = 0
         self._group.broadcast([tensor], options).wait()
 
-    def close(self) -> None:
-        """Leave the group and free its connections."""
-        del self._group
+
+class Circle:
+    """The transfer group that a process is in. It is kept from one version to the next while its name stays."""
+
+    def __init__(self) -> None:
+        self._name: str | None = None
+        self._group: TransferGroup | None = None
+
+    def join(self, store: str, group: str, rank: int, world: int, backend: Backend, seconds: float) -> TransferGroup:
+        """The group of that name: the one this process is in, or a new one; see `TransferGroup`."""
+        if self._name != group or self._group is None:
+            self._group = None
+            self._group = TransferGroup(store, group, rank, world, backend, seconds)
+            self._name = group
+        return self._group
+
+    def leave(self, name: str) -> None:
+        """After a failure: the group of that name is not used again."""
+        if self._name == name:
+            self._name = self._group = None

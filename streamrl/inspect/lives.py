@@ -137,6 +137,7 @@ class Lives:
         self.tasks = 0
         self.events: Counter[str] = Counter()
         self._only = only
+        self.first_stage = flow.stages[0].name if flow and flow.stages else "rollout"
         self._stages: dict[str, Stage] = {stage.name: stage for stage in flow.stages} if flow else {}
         writers = {column: stage.name for stage in self._stages.values() for column in stage.writes}
         self._needs = {s.name: {writers[c] for c in s.reads if c in writers} for s in self._stages.values()}
@@ -170,9 +171,9 @@ class Lives:
                 self._ended(event, record)
             case Dropped():
                 for _, life in self._of(event.rows):
-                    if life.end is None:
+                    if life.end in (None, "trained") and not life.retired:
                         self._end(life, event.at, "dropped", event.reason, record)
-                self._settle(event.at, event.rows)
+                self._settle(event.at, event.rows, record)
             case VersionBegun():
                 self.versions[event.version] = VersionLife(
                     version=event.version, step=event.step, parent=event.parent, begun=event.at
@@ -215,7 +216,7 @@ class Lives:
                 _fill(life, columns, line)
                 self.rows[life.row] = life
                 self._groups[life.group].append(life)
-        self._settle(event.at, (event.first_row,))
+        self._settle(event.at, range(event.first_row, event.first_row + len(event.lines) * event.members), record)
 
     def _granted(self, event: Granted, record: int | None) -> None:
         self._admitted.update(event.admitted)
@@ -268,7 +269,7 @@ class Lives:
             stages = self._stages_of(life)
             if stages and all(stage.name in life.done for stage in stages):
                 self._end(life, event.at, "done", None, record)
-        self._settle(event.at, event.rows)
+        self._settle(event.at, event.rows, record)
 
     def _ended(self, event: Ended, record: int | None) -> None:
         name, session = self._leases.get(event.lease, ("", ""))
@@ -293,7 +294,7 @@ class Lives:
             )
             if stage is not None and life.attempts.get(name, 0) >= stage.max_deliveries:
                 self._end(life, event.at, "dead", f"{name}: {event.reason}", record)
-        self._settle(event.at, event.rows)
+        self._settle(event.at, event.rows, record)
 
     def _committed(self, event: Committed, record: int | None) -> None:
         self.steps.append(StepLife(step=event.step, at=event.at, rows=event.rows, version=self.version))
@@ -313,6 +314,7 @@ class Lives:
                 step.retired = event.at
                 for _, life in self._of(step.rows):
                     life.retired = True
+                    self._leave(life)
                     life.moments.append(Moment(at=event.at, event="retired", step=step.step, record=record))
 
     def _reconciled(self, event: Reconciled, record: int | None) -> None:
@@ -340,7 +342,7 @@ class Lives:
                         record=record,
                     )
                 )
-        self._settle(event.at, back)
+        self._settle(event.at, back, record)
 
     # -- what follows
 
@@ -351,18 +353,20 @@ class Lives:
         life.end, life.reason = end, reason
         life.leases.clear()
         life.moments.append(Moment(at=at, event=end, reason=reason, record=record))
+        self._leave(life)
+
+    def _leave(self, life: Life) -> None:
         members = self._groups[life.group]
-        if life in members:
-            members.remove(life)
+        self._groups[life.group] = [member for member in members if member is not life]
 
     def _reopen(self, life: Life) -> None:
         """The broker went on with a row that we took for ended: its flow was another one then."""
         if life.end is not None:
             life.end = life.reason = None
-            if life not in self._groups[life.group]:
-                self._groups[life.group].append(life)
+            self._leave(life)
+            self._groups[life.group].append(life)
 
-    def _settle(self, at: float, rows: Iterable[int]) -> None:
+    def _settle(self, at: float, rows: Iterable[int], record: int | None) -> None:
         """Drop what is left of groups that wait to be compared with too few members."""
         for group in {life.group: life for _, life in self._of(rows)}:
             members = self._groups[group]
@@ -370,7 +374,7 @@ class Lives:
                 small = stage.unit == "group" and 0 < len(members) < stage.min_members
                 if small and all(self._wants(stage, member) for member in members):
                     for member in tuple(members):
-                        self._end(member, at, "dropped", "group_too_small", None)
+                        self._end(member, at, "dropped", "group_too_small", record)
 
     def _wants(self, stage: Stage, life: Life) -> bool:
         return (
@@ -397,9 +401,12 @@ class Lives:
                 return "ready"
         return "waiting"
 
-    def counts(self) -> Counter[tuple[str, str, str]]:
-        """Rows by split, state and reason."""
-        return Counter((life.split, self.state(life), life.reason or "") for life in self.rows.values())
+    def by_split(self) -> dict[str, dict[str, int]]:
+        """How many rows are in which state, as `Statistics.by_split` says it."""
+        out: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for life in self.rows.values():
+            out[life.split][self.state(life)] += 1
+        return {split: dict(states) for split, states in out.items()}
 
 
 def _fill(life: Life, columns: Columns, line: int) -> None:

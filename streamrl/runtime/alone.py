@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Final, TextIO
 
 import trio
 
 from streamrl_queue import open_broker, work_flow
 from streamrl_queue.config import Durability
-from streamrl_queue.errors import ConfigError
+from streamrl_queue.errors import ConfigError, JournalError
 
 from .failure import first_error
 
 KEY_BYTES = 32
+ADDRESS: Final = "broker.address"
+"""File beside the journal: where its broker listens, held locked while it does."""
 
 
 def read_key(path: Path | None) -> bytes | None:
@@ -51,12 +56,41 @@ def run_broker(bind: str, directory: Path, durability: Durability, key: Path | N
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             opened = open_broker(work_flow(), directory, bind=bind, durability=durability, key=secret)
             async with opened as broker:
+                address.write(broker.address)
+                address.flush()
                 say(f"queue at {broker.address}, journal in {directory}")
                 async for number in signals:
                     return 143 if number == signal.SIGTERM else 0
         return 0
 
     try:
-        return trio.run(serve)
+        with _owned(directory) as address:
+            return trio.run(serve)
     except BaseExceptionGroup as group:
         raise first_error(group) from group
+
+
+@contextmanager
+def _owned(directory: Path) -> Iterator[TextIO]:
+    """The open address file of a journal that no other broker has."""
+    with (directory / ADDRESS).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise JournalError(f"{directory} belongs to the broker at {file.read()}; it must end first") from None
+        file.truncate(0)
+        yield file
+
+
+def served_address(directory: Path) -> str | None:
+    """Where the broker of this journal listens; None when none was started by `streamrl queue` or it has ended."""
+    try:
+        with (directory / ADDRESS).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read() or None
+    except FileNotFoundError:
+        pass
+    return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
@@ -148,9 +148,3 @@ class SimJournal(Journal):
                 with path.open("r+b") as file:
                     file.truncate(start + disk.rng.randrange(min(64, size - start)))
         disk.forget(kept)
-
-
-def rollback(disk: Disk, model_events: int, restore: Callable[[int], None]) -> None:
-    """Tell the model when a power loss took events that it has seen."""
-    if len(disk.records) < model_events:
-        restore(len(disk.records))

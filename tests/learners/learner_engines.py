@@ -11,18 +11,18 @@ from learner_fakes import make_policy
 
 from streamrl_learners.model import copy_weights, sequence_logprobs
 from streamrl_queue import Member, Membership, Version
-from streamrl_queue.errors import EngineError, WeightError
+from streamrl_queue.errors import DeadlineExceeded, EngineError, WeightError
 from streamrl_queue.rpc import RpcServer
 from streamrl_queue.weights import (
     Abort,
     Aborted,
     Applied,
     Apply,
+    Circle,
     Prepare,
     Prepared,
     Resume,
     Resumed,
-    TransferGroup,
     WeightRequest,
     buffer_digest,
     unpack,
@@ -43,6 +43,7 @@ class FakeEngine:
         self.log: list[str] = []
         self.received = trio.Event()
         self.staging: list[torch.Tensor] = []
+        self.circle = Circle()
         self.vanish = lambda: None
         self.asked = trio.Event()
         self.resumed = trio.Event()
@@ -91,18 +92,18 @@ class FakeEngine:
 
     async def receive(self, request: Prepare) -> None:
         def work() -> list[torch.Tensor]:
-            group = TransferGroup(
+            group = self.circle.join(
                 request.store, request.group, request.rank, request.world, request.backend, request.seconds
             )
             buffers = [torch.empty(bucket.bytes, dtype=torch.uint8) for bucket in request.manifest.buckets]
             for buffer in buffers:
                 group.broadcast(buffer)
-            group.close()
             return buffers
 
         try:
             self.staging = await trio.to_thread.run_sync(work, abandon_on_cancel=True)
-        except RuntimeError:
+        except (RuntimeError, DeadlineExceeded):
+            self.circle.leave(request.group)
             self.log.append("transfer failed")
         self.received.set()
 

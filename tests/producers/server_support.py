@@ -115,7 +115,6 @@ class Learner:
             members = TransferGroup(address, group, 0, world, "gloo", seconds)
             for buffer in buffers:
                 members.broadcast(buffer)
-            members.close()
 
         return send
 

@@ -19,12 +19,12 @@ from streamrl_queue.weights import (
     Aborted,
     Applied,
     Apply,
+    Circle,
     Prepare,
     Prepared,
     Probe,
     Resume,
     Resumed,
-    TransferGroup,
     buffer_digest,
     unpack,
 )
@@ -66,6 +66,7 @@ class WeightReceiver:
     ) -> None:
         self._runner, self._nursery, self._recompute = runner, nursery, recompute
         self._committed, self._announce = committed, announce
+        self._circle = Circle()
         self._update: _Update | None = None
         self.pause_seconds = 0.0
 
@@ -92,7 +93,11 @@ class WeightReceiver:
         with update.scope:
             try:
                 update.tensors = await trio.to_thread.run_sync(
-                    _receive_buckets, update.prepare, self._runner.batch.decoder.device, abandon_on_cancel=True
+                    _receive_buckets,
+                    update.prepare,
+                    self._circle,
+                    self._runner.batch.decoder.device,
+                    abandon_on_cancel=True,
                 )
             except WeightError as error:
                 update.error = error
@@ -199,15 +204,13 @@ class WeightReceiver:
             await self._settle(update)
 
 
-def _receive_buckets(request: Prepare, device: torch.device) -> dict[str, torch.Tensor]:
+def _receive_buckets(request: Prepare, circle: Circle, device: torch.device) -> dict[str, torch.Tensor]:
     """Take part in every broadcast, even after a wrong digest: the other members of the group wait for this one."""
     version = request.manifest.version
     tensors: dict[str, torch.Tensor] = {}
     wrong: list[str] = []
     try:
-        group = TransferGroup(
-            request.store, request.group, request.rank, request.world, request.backend, request.seconds
-        )
+        group = circle.join(request.store, request.group, request.rank, request.world, request.backend, request.seconds)
         for index, bucket in enumerate(request.manifest.buckets):
             buffer = torch.empty(bucket.bytes, dtype=torch.uint8, device=device)
             group.broadcast(buffer)
@@ -215,8 +218,8 @@ def _receive_buckets(request: Prepare, device: torch.device) -> dict[str, torch.
                 wrong.append(f"bucket {index}: expected {bucket.digest[:16]}, got {digest[:16]}")
             else:
                 tensors |= unpack(bucket.tensors, buffer)
-        group.close()
-    except RuntimeError as error:  # torch.distributed has no narrower base for a lost or late peer
+    except (RuntimeError, DeadlineExceeded) as error:  # torch.distributed has no narrower base for a lost or late peer
+        circle.leave(request.group)
         raise WeightError(f"the transfer of version {version} broke: {error}") from error
     if wrong:
         raise WeightError(f"version {version} arrived with other bytes than were sent: {'; '.join(wrong)}")

@@ -1,0 +1,89 @@
+"""What a person may name when they want to look at a queue: a run, a directory with a journal, or an address."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl_queue import audit
+from streamrl_queue.config import Flow, QueueConfig, training_flow, work_flow
+from streamrl_queue.errors import ConfigError
+from streamrl_queue.events import Event, Granted, Written
+
+from ..runtime.alone import served_address
+from ..runtime.rundir import RunDirectory
+
+SCHEMES = ("tcp://", "ipc://", "inproc://")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where to look: `journal` is None for an address, `address` when no broker is running."""
+
+    name: str
+    journal: Path | None = None
+    address: str | None = None
+    run: RunDirectory | None = None
+
+    def require_journal(self, what: str) -> Path:
+        """Raises ConfigError when there is only an address."""
+        if self.journal is None:
+            raise ConfigError(f"{what}: needs the journal; give the run or the journal's directory, not {self.name}")
+        return self.journal
+
+    def require_address(self, what: str) -> str:
+        """Raises ConfigError when no broker is running."""
+        if self.address is None:
+            raise ConfigError(f"{what}: no broker is running on {self.name}; start it first")
+        return self.address
+
+    def flow(self) -> Flow | None:
+        """The stages that the journal's rows pass; None when they are nobody's that we know."""
+        if self.run is not None:
+            from ..config import load_file
+
+            config = load_file(self.run.config)
+            return training_flow(config.queue, rows_per_step=config.learner.rows_per_step)
+        if self.journal is None:
+            return None
+        return known_flow(entry.event for entry in audit.events(self.journal))
+
+
+def known_flow(events: Iterable[Event]) -> Flow | None:
+    """The flow whose stages the events name: that of the queue alone, the default one of training, or None."""
+    stages = {event.stage for event in events if isinstance(event, Granted | Written)}
+    for flow in (work_flow(), training_flow(QueueConfig(), rows_per_step=1)):
+        if stages <= {stage.name for stage in flow.stages}:
+            return flow
+    return None
+
+
+def find(name: str) -> Target:
+    """The target of that name.
+
+    Raises:
+        ConfigError: there is no such run and no such journal.
+    """
+    if name.startswith(SCHEMES):
+        return Target(name, address=name)
+    for path in (Path(name), Path("runs") / name):
+        run = RunDirectory(path)
+        if run.exists:
+            return _run(name, run)
+        if audit.exists(path):
+            parent = RunDirectory(path.resolve().parent)
+            if parent.exists and parent.journal == path.resolve():
+                return _run(name, parent)
+            return Target(name, journal=path, address=served_address(path))
+    raise ConfigError(f"{name}: expected a run, the directory of a journal, or an address like tcp://127.0.0.1:7001")
+
+
+def _run(name: str, run: RunDirectory) -> Target:
+    address = run.read_launch().address if run.alive and run.launch.exists() else None
+    if not audit.exists(run.journal):
+        raise ConfigError(
+            f"{name}: {run.path} has no journal: the run has not put a task yet, or its queue.durability is memory, "
+            "whose journal is gone with the run"
+        )
+    return Target(name, journal=run.journal, address=address, run=run)

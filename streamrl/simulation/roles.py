@@ -1,0 +1,177 @@
+"""The processes of a simulated run. Each coroutine here is the `main` of one; it dies with its node."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final, cast
+
+import pyarrow as pa
+import trio
+
+from streamrl_agents.rewards import Scorer, run_reward_worker
+from streamrl_agents.template import ChatTemplate
+from streamrl_learners.advantage_worker import run_advantage_worker
+from streamrl_learners.config import Grpo
+from streamrl_producers.config import RolloutConfig
+from streamrl_producers.engines.fleet import EngineFleet, _Engine
+from streamrl_producers.engines.protocol import EngineReply as ProducerEngineReply
+from streamrl_producers.producer import RELEASE_SECONDS, Producer
+from streamrl_queue import TransferQueue
+from streamrl_queue.errors import LeaseExpired, QueueFull
+from streamrl_queue.nursery import open_nursery
+from streamrl_queue.rpc import RpcClient, RpcServer
+from streamrl_queue.transport import Transport
+
+from .learner import SimLearner
+from .network import Node
+from .workload import AGENT, EngineRequest, PlainTemplate, TimedEngine, sample_task
+
+if TYPE_CHECKING:
+    from .world import World
+
+ADDRESS: Final = "sim://broker"
+FEED_SECONDS: Final = 0.5
+EVALUATE_SECONDS: Final = 5.0
+
+
+@asynccontextmanager
+async def connected(world: World, node: Node, role: str, endpoint: str | None = None) -> AsyncIterator[TransferQueue]:
+    """The node's session at the broker."""
+    async with TransferQueue.connect(
+        ADDRESS,
+        role=role,
+        name=node.name,
+        endpoint=endpoint,
+        transport=world.network.transport(node),
+        session=f"{node.name}.{node.incarnation}",
+        wall=world.wall,
+    ) as queue:
+        yield queue
+
+
+async def engine(world: World, node: Node) -> None:
+    """Serves generations that only take time."""
+    s = world.scenario
+    made = TimedEngine(world.rng(node), s.seed, s.token_seconds, s.poison_share)
+    transport = world.network.transport(node)
+    async with RpcServer.bind(f"sim://{node.name}:0", EngineRequest, made.handle, transport=transport) as server:
+        async with connected(world, node, "engine", server.address) as queue:
+            made.queue = queue
+            await made.announce()
+
+
+class SimFleet(EngineFleet):
+    """The producer's fleet; only its connections are made on the simulated network."""
+
+    transport: Transport
+
+    async def _connect(self, engine: _Engine) -> None:
+        endpoint = engine.member.endpoint
+        assert endpoint is not None
+        connection = RpcClient.connect(endpoint, ProducerEngineReply, transport=self.transport)
+        async with connection as client, trio.open_nursery() as nursery:
+            engine.client = client
+            self._notify()
+            nursery.start_soon(self._probe, engine, client)
+            await engine.closed.wait()
+            nursery.cancel_scope.cancel()
+
+
+async def producer(world: World, node: Node) -> None:
+    """What `run_producer` does, with a fleet on the simulated network."""
+    s, rng = world.scenario, world.rng(node)
+    config = RolloutConfig(
+        concurrency=s.concurrency,
+        max_turn_tokens=rng.choice((256, 1024)),
+        max_tokens=4096,
+        turn_seconds=20.0,
+        episode_seconds=60.0,
+        slice_tokens=rng.choice((64, 512)),
+    )
+    template = cast(ChatTemplate, PlainTemplate())
+    async with connected(world, node, "producer") as queue:
+        async with SimFleet.watch(queue, slice_tokens=config.slice_tokens) as fleet:
+            assert isinstance(fleet, SimFleet)
+            fleet.transport = world.network.transport(node)
+            made = Producer(queue, fleet, AGENT, template, config)
+            try:
+                await made.run()
+            finally:
+                with trio.CancelScope(shield=True, deadline=trio.current_time() + RELEASE_SECONDS):
+                    await made.release("producer stops")
+
+
+async def scorer(world: World, node: Node) -> None:
+    """Rewards, advantages, evaluation."""
+    async with connected(world, node, "scorer") as queue, open_nursery() as nursery:
+        nursery.start_soon(run_reward_worker, queue, Scorer())
+        nursery.start_soon(run_advantage_worker, queue, Grpo())
+        nursery.start_soon(_evaluate, queue)
+
+
+async def _evaluate(queue: TransferQueue) -> None:
+    """Consumes scored eval rows; produces their end; waits for the queue; unblocked by such rows."""
+    while True:
+        lease = await queue.lease("evaluate", rows=16, wait=EVALUATE_SECONDS)
+        if lease is not None:
+            ids = pa.array(lease.ids, pa.uint64())
+            try:
+                await queue.write(lease, pa.RecordBatch.from_arrays([ids], names=["row"]))
+            except LeaseExpired:
+                world_log = "the lease ran out; the rows come again"
+                queue.report(world_log)
+
+
+async def learner(world: World, node: Node) -> None:
+    """Trains, checkpoints, publishes."""
+    async with connected(world, node, "learner") as queue:
+        made = SimLearner(
+            queue,
+            world.network.transport(node),
+            world.scenario,
+            world.checkpoints,
+            world.rng(node),
+            again=node.incarnation > 1,
+        )
+        await made.run()
+
+
+async def coordinator(world: World, node: Node) -> None:
+    """Feeds tasks while the faults last, then waits until all rows have ended."""
+    async with connected(world, node, "coordinator") as queue, open_nursery() as nursery:
+        world.coordinator = queue
+        await _feed(world, queue, world.rng(node))
+        world.checkpoints.last_tasks = True
+        await world.calm.wait()
+        while not await _all_ended(world, queue):
+            await trio.sleep(FEED_SECONDS)
+        nursery.cancel_scope.cancel()
+    world.done.set()
+
+
+async def _feed(world: World, queue: TransferQueue, rng: random.Random) -> None:
+    """Keeps about two steps of tasks waiting; sometimes puts a task again, sometimes one of evaluation."""
+    s = world.scenario
+    fed = {"train": 0, "eval": 0}
+    while trio.current_time() < s.seconds:
+        counts = (await queue.statistics()).by_split.get("train", {})
+        ahead = 2 * s.rows_per_step + s.group_size - counts.get("waiting", 0)
+        groups = min(ahead, s.waiting_rows) // s.group_size
+        split = "eval" if rng.random() < 0.1 else "train"
+        n = rng.randint(1, 3) if split == "eval" else groups
+        if n > 0:
+            start = fed[split] - (rng.randint(0, min(2, fed[split])) if rng.random() < 0.1 else 0)
+            tasks = [sample_task(s.seed, split, i, s.failing_share) for i in range(start, start + n)]
+            try:
+                await queue.put(tasks, members=s.group_size if split == "train" else 1, split=split, wait=5.0)
+                fed[split] = start + n
+            except QueueFull:
+                continue
+        await trio.sleep(FEED_SECONDS)
+
+
+async def _all_ended(world: World, queue: TransferQueue) -> bool:
+    statistics = await queue.statistics()
+    return statistics.unfinished == 0 and world.checkpoints.finished
