@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from streamrl_queue.errors import StreamRLError as StreamRLError
 
     from .config import RunConfig as RunConfig
-    from .runtime.coordinator import run as run
+    from .runtime.launcher import run as run
     from .runtime.summary import Summary as Summary
 
 _HOMES = {
@@ -27,7 +27,7 @@ _HOMES = {
     "Summary": "streamrl.runtime.summary",
     "ToolCall": "streamrl_agents",
     "TransferQueue": "streamrl_queue",
-    "run": "streamrl.runtime.coordinator",
+    "run": "streamrl.runtime.launcher",
 }
 
 __all__ = [

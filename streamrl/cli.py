@@ -99,9 +99,9 @@ def _launch(options: argparse.Namespace) -> int:
     if said:
         print(said, flush=True)
 
-    from .runtime import coordinator
+    from .runtime import launcher
 
-    return coordinator.launch(run.configured(config), run, resume=options.resume, console=Console())
+    return launcher.launch(run.configured(config), run, resume=options.resume, console=Console())
 
 
 def _yaml(config: RunConfig) -> str:

@@ -2,7 +2,7 @@
 
 rows ──► stream ──► micro-batches ──► gradients ──► step ──► commit ──► checkpoint, retire ──► publish
 │
-engines ◄── broadcast, verify, commit the version: in the trio thread, during the next step
+engines ◄────── broadcast, verify, commit the version: in the trio thread, during the next step ─┘
 """
 
 from __future__ import annotations

@@ -7,9 +7,11 @@ changes no file.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 from blake3 import blake3
@@ -20,6 +22,8 @@ from .journal import ALIGNMENT, MAGIC, Entry, _decode, _next_whole, _parse, _Rec
 
 # What is damaged: the columns of an event, an event, everything behind the last whole record, or a state.
 Kind = Literal["columns", "event", "tail", "snapshot"]
+
+HOLE_BYTES: Final = 1 << 20
 
 
 class Damage(NamedTuple):
@@ -95,10 +99,29 @@ def _open(directory: Path, number: int) -> File:
     for suffix in ("segment", "ledger"):
         path = directory / f"{number:08d}.{suffix}"
         try:
-            return File(number, path, memoryview(path.read_bytes()))
+            return File(number, path, memoryview(_read(path)))
         except FileNotFoundError:
             continue
     raise JournalError(f"{directory}: segment {number} was there and is gone, without a ledger")
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a file, without the hole that its broker keeps behind the last record."""
+    with path.open("rb") as file:
+        return file.read(_last_data(file.fileno()))
+
+
+def _last_data(fd: int) -> int:
+    size, end = os.fstat(fd).st_size, 0
+    try:
+        while end < size:
+            end = os.lseek(fd, os.lseek(fd, end, os.SEEK_DATA), os.SEEK_HOLE)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            end = size
+    os.lseek(fd, 0, os.SEEK_SET)
+    # A short hole may be the zeros at the end of a payload, which some file systems do not store.
+    return end if size - end >= HOLE_BYTES else size
 
 
 def scan(directory: Path) -> Iterator[Entry | Damage]:

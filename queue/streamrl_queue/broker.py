@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -26,17 +26,17 @@ import trio
 
 from . import messages as m
 from . import snapshot, wire
-from .batches import RowKeys, decode, gather
+from .batches import Part, RowKeys, decode, gather
 from .config import Durability, Flow
-from .errors import ProtocolError, QueueFull, SchemaError, StreamRLError
-from .events import Dropped, Event, Moved
+from .errors import MessageTooLarge, ProtocolError, QueueFull, SchemaError, StreamRLError
+from .events import Dropped, Event, Granted, Moved
 from .journal import Damaged, Journal, Recovery
 from .nursery import open_nursery
 from .rows import Rows
 from .rpc import Forget
 from .schema import check
 from .sessions import Sessions
-from .state import Row
+from .state import Row, Version
 from .transport import ZEROMQ, Buffer, Router, Transport
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,8 @@ BATCH: Final = 64
 MOVED_BYTES: Final = 4 << 20
 # Rows shown to a peek: enough for a screen, few enough to hold up nobody.
 MOST_PEEKED: Final = 1000
+# What is left of a message's limit when its header has had its share.
+LARGEST_PAYLOAD: Final = wire.MAX_MESSAGE_BYTES - (16 << 20)
 # Replies kept per session for requests that are sent again.
 REMEMBERED: Final = 64
 
@@ -261,7 +263,9 @@ class Broker:
         if record in self.rows.references:
             self._journal.need(record)
         for freed in self.rows.freed:
-            self._journal.free(freed)
+            # A record whose rows ended with it was never needed.
+            if freed != record:
+                self._journal.free(freed)
         self.rows.freed.clear()
         self._unsynced |= sync or self._journal.durability == "fsync"
 
@@ -326,7 +330,7 @@ class Broker:
                 case m.LeaseRows(stage=stage):
                     worth = stage in touched
                 case m.PutTasks():
-                    worth = self.rows.room() > 0
+                    worth = True
                 case _:
                     worth = moved
             if (worth or late) and self._handle(asked):
@@ -384,6 +388,11 @@ class Broker:
                 f"put of {len(ask.keys) * ask.members} rows can never fit: queue.waiting_rows is "
                 f"{self.rows.flow.waiting_rows}; put fewer at once"
             )
+        fresh = self.rows.fresh(ask.keys) * ask.members
+        if (full := self._is_full(fresh, len(asked.payload))) is not None:
+            if not self._is_late(asked):
+                return None
+            raise QueueFull(f"{full}, and {ask.wait:.1f} s made no room for {fresh} more rows")
         batch = decode(asked.payload, "put")
         if len(batch) != len(ask.keys):
             raise SchemaError(f"put: expected one key per line, got {len(ask.keys)} keys for {len(batch)} lines")
@@ -398,16 +407,19 @@ class Broker:
             priority=ask.priority,
             sources=ask.sources,
         )
-        if event is not None and len(event.lines) * ask.members > self.rows.room():
-            if not self._is_late(asked):
-                return None
-            limit = self.rows.flow.waiting_rows
-            raise QueueFull(
-                f"{limit - self.rows.room()} of {limit} rows wait to be rolled out (queue.waiting_rows), "
-                f"and {ask.wait:.1f} s made no room for {len(event.lines) * ask.members} more"
-            )
         self._record(event, asked.payload)
         return m.Receipt(rows, duplicates, self._journal.durability)
+
+    def _is_full(self, rows: int, size: int) -> str | None:
+        """Why `rows` more rows of `size` bytes must wait; None when there is room."""
+        limit = self.rows.flow.waiting_rows
+        if rows > (room := self.rows.room()):
+            return f"{limit - room} of {limit} rows wait to be rolled out (queue.waiting_rows)"
+        used, budget = self._journal.needed_bytes, self.rows.flow.budget_bytes
+        # A put larger than the whole budget gets in when nothing else is there.
+        if rows and used and used + size > budget:
+            return f"{used / 2**20:.1f} of {budget / 2**20:.1f} MiB are taken by rows (queue.budget_mebibytes)"
+        return None
 
     def _lease(self, asked: Asked) -> tuple[msgspec.Struct, Buffer] | m.Grant | None:
         ask: m.LeaseRows = asked.request
@@ -424,21 +436,27 @@ class Broker:
             step=ask.step,
             request=asked.id,
         )
-        lease = 0
-        rows: Sequence[int] = ()
         for event in events:
             self._record(event)
-            lease, rows = getattr(event, "lease", 0), event.rows if hasattr(event, "lease") else ()  # type: ignore[union-attr]
-        if lease:
-            return self._grant(lease, rows, ask)
+        granted = next((event for event in events if isinstance(event, Granted)), None)
+        if granted is not None:
+            return self._grant(granted.lease, granted.rows, ask)
         return m.Grant(0, ask.stage, (), None, 0, 0, ()) if late else None
 
     def _grant(self, lease: int, ids: Sequence[int], ask: m.LeaseRows) -> tuple[msgspec.Struct, Buffer]:
         stage = self.rows.stage(ask.stage)
         rows = [self.rows.rows[id] for id in ids]
-        parts, payload = gather(rows, self._wanted(ask.columns or stage.reads), self._column_stage, self._payload)
-        if not ask.payload:
-            parts, payload = (), b""
+        parts: tuple[Part, ...] = ()
+        payload = b""
+        if ask.payload:
+            parts, payload = gather(rows, self._wanted(ask.columns or stage.reads), self._column_stage, self._payload)
+        if len(payload) > LARGEST_PAYLOAD:
+            size, session = len(payload) / 2**20, self.rows.leases[lease].session
+            self._record(self.rows.release(self._wall(), session, lease, None, "released", "reply too large"))
+            raise MessageTooLarge(
+                f"{len(rows)} rows of {stage.name} are {size:.0f} MiB, limit {LARGEST_PAYLOAD / 2**20:.0f} MiB; "
+                "lease fewer rows at once"
+            )
         version = self.rows.version
         keys = tuple(self._keys(row, stage.name) for row in rows)
         step = self.rows.version_step(version)
@@ -470,7 +488,7 @@ class Broker:
         check(batch, stage.writes, f"write to {stage.name}")
         if foreign := set(batch.schema.names) - {"row", *stage.writes}:
             raise SchemaError(f"write to {stage.name}: it does not write {', '.join(sorted(foreign))}")
-        event = self.rows.write(self._wall(), asked.session, lease_id, rows, *_tokens_of(batch))
+        event = self.rows.write(self._wall(), asked.session, lease_id, rows, *_tokens_of(batch, self.rows.versions))
         self._record(event, asked.payload)
         return m.Receipt(rows, 0, self._journal.durability)
 
@@ -547,16 +565,23 @@ class Broker:
         return self._journal.payload(record)
 
 
-def _tokens_of(batch: pa.RecordBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The oldest version (-1: none) and the length of every trajectory in a batch; empty when it has none."""
+def _tokens_of(batch: pa.RecordBatch, versions: Mapping[int, Version]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The oldest version (-1: none) and the length of every trajectory in a batch; empty when it has none.
+
+    The oldest is the one of the earliest step: after a learner went back, a later version may be of an earlier step.
+    """
     if "tokens" not in batch.schema.names or "versions" not in batch.schema.names:
         return (), ()
     lengths = pc.list_value_length(batch.column("tokens")).to_pylist()
-    versions = batch.column("versions")
-    values = versions.flatten().field("version").to_numpy(zero_copy_only=False)
-    counts = pc.list_value_length(versions).to_numpy(zero_copy_only=False)
+    spans = batch.column("versions")
+    values = spans.flatten().field("version").to_pylist()
+    counts = pc.list_value_length(spans).to_numpy(zero_copy_only=False)
     ends = np.cumsum(counts)
-    oldest = (int(values[end - n : end].min()) if n else -1 for end, n in zip(ends, counts, strict=True))
+
+    def age(version: int) -> tuple[float, int]:
+        return versions[version].step if version in versions else float("inf"), version
+
+    oldest = (min(values[end - n : end], key=age, default=-1) for end, n in zip(ends, counts, strict=True))
     return tuple(oldest), tuple(lengths)
 
 

@@ -58,6 +58,8 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `drop` drops it, `keep` trains it anyway."""
     waiting_rows: int = 4096
     """The most rows that wait to be rolled out; above it `put` waits, then raises QueueFull."""
+    budget_mebibytes: int = 16384
+    """The most MiB that the columns of rows may take in the journal; above it `put` waits, then raises QueueFull."""
     rollout_seconds: float = 120.0
     """Seconds a producer may hold a row without a sign of life for it."""
     scoring_seconds: float = 60.0
@@ -91,6 +93,7 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[Stage, ...]
     admission: Admission | None = None
     waiting_rows: int = 1 << 20
+    budget_bytes: int = 1 << 40
     session_seconds: float = 6.0
 
     def __post_init__(self) -> None:
@@ -168,6 +171,7 @@ def training_flow(config: QueueConfig, *, rows_per_step: int, min_group_members:
         ),
         admission=Admission(max_staleness=config.max_staleness, rows_per_step=rows_per_step, on_stale=config.on_stale),
         waiting_rows=config.waiting_rows,
+        budget_bytes=config.budget_mebibytes << 20,
         session_seconds=config.session_seconds,
     )
 

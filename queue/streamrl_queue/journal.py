@@ -250,6 +250,8 @@ class Journal:
                 path.unlink()
                 continue
             segment = self._segments[int(path.stem)] = Segment(path)
+            # Whether the process before this one has synced it is not known.
+            self._unsynced.add(segment.number)
             for record in segment.records():
                 if segment.number < first:
                     continue

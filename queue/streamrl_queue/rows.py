@@ -13,6 +13,7 @@ it stood.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -79,6 +80,10 @@ class Rows(Table):
             sources,
         )
         return (event if lines else None), rows, len(keys) - len(lines)
+
+    def fresh(self, keys: Sequence[str]) -> int:
+        """How many groups a put of these keys would make."""
+        return sum(self._first_row(key) is None for key in dict.fromkeys(keys))
 
     def _first_row(self, key: str) -> int | None:
         """The first row of the group with this key, if it was ever put (as far as the past is remembered)."""
@@ -341,6 +346,8 @@ class Rows(Table):
             return None
         if step != self.step + 1:
             raise StepConflict(f"commit: expected step {self.step + 1}, got {step}")
+        if twice := sorted({a for a, b in itertools.pairwise(ids) if a == b}):
+            raise LeaseExpired(f"commit of step {step}: rows {twice[:8]} are named twice; their first lease was lost")
         for id in ids:
             row = self.rows.get(id)
             lease = self.leases.get(row.leases.get(self._trains, 0)) if row else None

@@ -368,7 +368,7 @@ class Table:
 
     @staticmethod
     def rank(stage: Stage, row: Row) -> Rank:
-        """The order of hand-out: for the learner the oldest birth (places are kept for it); priority; admission order."""
+        """The order of hand-out: for the learner the oldest birth, which places are kept for; priority; admission."""
         return (row.born if stage.trains else 0, -row.priority, row.id)
 
     def _end(self, rows: Sequence[Row], how: str, reason: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -206,6 +207,59 @@ def test_a_full_queue_blocks_to_the_deadline_and_then_names_the_figures(tmp_path
             assert (await queue.statistics()).tasks == 68
             with pytest.raises(QueueFull, match="can never fit"):
                 await queue.put(tasks(20, start=100), members=4)
+
+    run(body, tmp_path)
+
+
+def test_a_byte_budget_holds_puts_back_until_rows_leave(tmp_path: Path) -> None:
+    async def body(path: Path) -> None:
+        flow = msgspec.structs.replace(work_flow(), budget_bytes=1 << 20)
+        blob = pa.RecordBatch.from_pydict({"blob": [bytes(300_000)]})
+        async with (
+            open_broker(flow, path / "j", bind=f"ipc://{path}/q.sock", segment_bytes=1 << 20) as broker,
+            TransferQueue.connect(broker.address) as queue,
+        ):
+            for _ in range(3):
+                await queue.put(blob)
+            with pytest.raises(QueueFull, match=r"0\.9 of 1\.0 MiB are taken by rows"):
+                await queue.put(blob, wait=0.1)
+            async with open_nursery() as nursery:
+                nursery.start_soon(lambda: queue.put(blob, wait=20))
+                await trio.testing.wait_all_tasks_blocked(0.05)
+                lease = await queue.lease("work", rows=1, columns=["blob"])
+                assert lease is not None
+                assert lease.batch is not None
+                await queue.write(lease, lease.batch.select(["row"]))
+            assert (await queue.statistics()).tasks == 4
+
+    run(body, tmp_path)
+
+
+def test_many_times_the_budget_passes_through_a_journal_that_stays_small(tmp_path: Path) -> None:
+    async def body(path: Path) -> None:
+        flow = msgspec.structs.replace(work_flow(), budget_bytes=2 << 20)
+        batch = pa.RecordBatch.from_pydict({"blob": [bytes(100_000)] * 4})
+        async with (
+            open_broker(flow, path / "j", bind=f"ipc://{path}/q.sock", segment_bytes=1 << 20) as broker,
+            TransferQueue.connect(broker.address) as queue,
+        ):
+            kept = await queue.put(batch)
+            held = await queue.lease("work", rows=1)
+            assert held is not None
+            for _ in range(50):
+                await queue.put(batch)
+                while lease := await queue.lease("work", rows=4, payload=False):
+                    await queue.write(lease, pa.RecordBatch.from_pydict({"row": pa.array(lease.ids, pa.uint64())}))
+            assert sum(file.stat().st_size for file in (path / "j").iterdir()) < 8 << 20
+            # What is still needed was moved to the end of the journal, whole.
+            again = await queue.fetch(held.ids, ["blob"])
+            assert again.column("blob").to_pylist() == [bytes(100_000)]
+            assert held.ids[0] in kept.rows
+        async with open_broker(flow, path / "j", bind=f"ipc://{path}/q.sock", segment_bytes=1 << 20) as broker:
+            statistics = broker.rows.statistics()
+            statistics.check()
+            assert (statistics.tasks, statistics.leased, statistics.done) == (204, 1, 203)
+            assert bytes(broker._journal.payload(broker.rows.rows[held.ids[0]].places[""].record))
 
     run(body, tmp_path)
 

@@ -1,0 +1,226 @@
+"""One run from beginning to end: prepare its directory, start the roles, conduct, drain, sum up.
+
+Everything runs below one nursery; the first error ends the run, and no process outlives it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import trio
+from rich.console import Console
+
+from streamrl_agents.agent import load_agent
+from streamrl_queue import TransferQueue
+
+from ..base_model import write_base
+from ..config import RunConfig, check, load_file, plain, resolve
+from ..tracking import tracking
+from . import plan, rundir, summary
+from .coordinator import Coordinator
+from .counts import conservation
+from .failure import first_error
+from .panel import Panel, open_panel
+from .rundir import Launch, RunDirectory
+from .supervisor import Role, Supervisor, supervisor
+
+
+class Interrupted(Exception):
+    """A signal asked the run to end; `number` is the signal."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(signal.Signals(number).name)
+
+
+class _Signals:
+    """First signal: drain. Second, or a first one before there is anything to drain: kill everything and leave."""
+
+    def __init__(self, roles: Supervisor, panel: Panel) -> None:
+        self.first: int | None = None
+        self.work: trio.CancelScope | None = None
+        self._roles = roles
+        self._panel = panel
+
+    async def listen(self, task_status: trio.TaskStatus[None]) -> None:
+        """Consumes SIGINT and SIGTERM, produces a drain, then the end. Waits for, and is unblocked by, a signal."""
+        if threading.current_thread() is not threading.main_thread():
+            task_status.started()
+            return
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async for number in signals:
+                if self.work is None or self.first is not None:
+                    self._roles.kill_all()
+                    raise Interrupted(number)
+                self.first = number
+                self._panel.note(f"{signal.Signals(number).name}: draining; once more to stop at once")
+                self.work.cancel()
+
+
+async def conduct(
+    config: RunConfig, run: RunDirectory, *, resume: bool, console: Console
+) -> tuple[summary.Summary, int | None]:
+    """Run to the end; returns the summary and the signal that ended the run early, if one did."""
+    started, cpu = time.monotonic(), _cpu_seconds()
+    with (
+        run.owned(),
+        rundir.socket_directory() as sockets,
+        open_panel(console, run.path.name, run.logs / "coordinator.log") as panel,
+        tracking(config.tracking, run.path, plain(config)) as sinks,
+    ):
+        launched = _prepare(config, run, sockets, resume)
+        async with _started(config, run, launched, panel) as (coordinator, signals):
+            coordinator.sinks = sinks
+            await _work(coordinator, signals)
+        ended_by = signals.first
+        assert coordinator.statistics is not None
+        summary.plot(run)
+        restarts = {r.spec.name: r.starts - 1 for r in coordinator.roles.roles.values() if r.starts > 1}
+        result = summary.summarise(
+            run,
+            outcome=rundir.FINISHED if ended_by is None else f"interrupted by {signal.Signals(ended_by).name}",
+            seconds=time.monotonic() - started,
+            cpu_seconds=_cpu_seconds() - cpu,
+            engine_idle=coordinator.engine_idle(),
+            restarts=restarts,
+            conservation=conservation(coordinator.statistics),
+        )
+    summary.save(run, result)
+    return result, ended_by
+
+
+def _prepare(config: RunConfig, run: RunDirectory, sockets: Path, resume: bool) -> Launch:
+    rundir.prepare(run, config)
+    run.summary.unlink(missing_ok=True)
+    write_base(config, load_agent(config.env), run.base)
+    launched = Launch(
+        address=f"ipc://{sockets}/queue",
+        sockets=str(sockets),
+        pid=os.getpid(),
+        resume=resume,
+        ranks=f"127.0.0.1:{_free_port()}" if config.learner.ranks > 1 else None,
+    )
+    run.write_launch(launched)
+    return launched
+
+
+@asynccontextmanager
+async def _started(
+    config: RunConfig, run: RunDirectory, launched: Launch, panel: Panel
+) -> AsyncIterator[tuple[Coordinator, _Signals]]:
+    """A coordinator with all its roles started: the broker first, then the others at once."""
+    coordinator: Coordinator | None = None
+
+    async def died(role: Role, again: bool) -> None:
+        if again:
+            panel.note(f"{role.spec.name} (pid {role.pid}) was killed; started again")
+            # A broker that is gone cannot be told anything; it holds no leases.
+            if coordinator is not None and role.spec.name != plan.QUEUE:
+                await coordinator.forget(role.spec.name)
+
+    async with supervisor(died) as roles:
+        signals = _Signals(roles, panel)
+        await roles.nursery.start(signals.listen)
+        broker, *others = plan.role_specs(config, run)
+        roles.start(broker)
+        for spec in others:
+            roles.start(spec)
+        connection = TransferQueue.connect(
+            launched.address, role="coordinator", name="coordinator", deadline=config.supervision.start_seconds
+        )
+        async with connection as queue:
+            coordinator = Coordinator(config, run, queue, roles, panel)
+            yield coordinator, signals
+        await roles.stop([roles.roles["queue"]], config.supervision.drain_seconds)
+        roles.nursery.cancel_scope.cancel()
+
+
+async def _work(coordinator: Coordinator, signals: _Signals) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(coordinator.watch)
+        with trio.CancelScope() as signals.work:
+            await coordinator.train()
+        await coordinator.drain(finished=signals.first is None)
+        nursery.cancel_scope.cancel()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _cpu_seconds() -> float:
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(u.ru_utime + u.ru_stime for u in used)
+
+
+def launch(config: RunConfig, run: RunDirectory, *, resume: bool, console: Console) -> int:
+    """Run from the command line: shows the summary; returns the exit code.
+
+    0 finished or drained after Ctrl-C, 143 drained after SIGTERM, 130 or 143 stopped at once.
+    """
+    try:
+        result, ended_by = _trio_run(config, run, resume, console)
+    except KeyboardInterrupt:
+        return 130
+    except Interrupted as stop:
+        console.print(f"stopped at once; continue with: streamrl launch --resume --name {run.path.name}")
+        return 128 + stop.number
+    summary.show(result, console)
+    if ended_by is not None:
+        console.print(f"continue with: streamrl launch --resume --name {run.path.name}", soft_wrap=True)
+    return 143 if ended_by == signal.SIGTERM else 0
+
+
+def run(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    *,
+    name: str | None = None,
+    resume: bool = False,
+    console: Console | None = None,
+) -> summary.Summary:
+    """Train, and return how it went: the same as `streamrl launch`, from Python.
+
+    `config` is a RunConfig, nested mappings with the same keys, or a YAML file. Without a `console` nothing is
+    printed. A signal that ends the run early is in the summary's `outcome`.
+
+    Raises:
+        ConfigError: before anything is started.
+        StreamRLError: the first error of the run, by name.
+    """
+    if isinstance(config, str | Path):
+        config = load_file(Path(config), name=name)
+    elif isinstance(config, Mapping):
+        config = resolve(config, name=name)
+    elif name is not None:
+        config = msgspec.structs.replace(config, name=name)
+    check(config)
+    directory, _ = rundir.choose(config, resume=resume, named=name is not None)
+    silent = console or Console(quiet=True)
+    result, _ = _trio_run(directory.configured(config), directory, resume, silent)
+    return result
+
+
+def _trio_run(
+    config: RunConfig, run: RunDirectory, resume: bool, console: Console
+) -> tuple[summary.Summary, int | None]:
+    async def main() -> tuple[summary.Summary, int | None]:
+        return await conduct(config, run, resume=resume, console=console)
+
+    plan.require_installed()
+    try:
+        return trio.run(main)
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group
