@@ -16,7 +16,7 @@ import msgspec
 from streamrl_agents.config import RewardConfig
 from streamrl_learners.config import AlgorithmConfig, LearnerConfig, ModelConfig, PPOClip, TinyModel, problems
 from streamrl_producers.config import EmbeddedEngine, RolloutConfig
-from streamrl_queue.config import QueueConfig
+from streamrl_queue.config import Flow, QueueConfig, training_flow
 from streamrl_queue.errors import ConfigError
 
 from .settings import apply_override, build, parse_yaml, plain, to_yaml
@@ -179,6 +179,11 @@ def load_file(path: Path, overrides: Sequence[str] = (), *, name: str | None = N
     return resolve({"name": path.stem, **data}, overrides, name=name)
 
 
+def flow_of(config: RunConfig) -> Flow:
+    """The stages and bounds of the run's queue."""
+    return training_flow(config.queue, rows_per_step=config.learner.rows_per_step)
+
+
 def find_file(name: str | None) -> Path:
     """The configuration file of that name: as a path, else below `configs/` here, else one shipped with streamrl.
 
@@ -204,4 +209,4 @@ def _shipped() -> tuple[Path, ...]:
     return (here / "configs", here.parent / "configs")
 
 
-__all__ = ["RunConfig", "check", "find_file", "load_file", "plain", "resolve", "tag", "to_yaml"]
+__all__ = ["RunConfig", "check", "find_file", "flow_of", "load_file", "plain", "resolve", "tag", "to_yaml"]

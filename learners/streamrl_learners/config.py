@@ -126,7 +126,7 @@ class HFModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
     """A causal language model in the layout of Hugging Face: config.json, safetensors, tokenizer.json."""
 
     path: str
-    """Directory of the model, or its name on the hub."""
+    """Directory of the model on this machine; nothing is downloaded."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights while they are trained."""
 
@@ -161,6 +161,10 @@ class LearnerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Threads of torch in each learner process."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the model is trained; `cuda` uses NCCL, `cpu` uses Gloo."""
+    attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
+    """What computes attention: torch's own, or Flash Attention 2 for a bfloat16 model on `cuda` (`streamrl[gpu]`)."""
+    liger: bool = False
+    """Use Liger's kernels for norms, rotary embedding and MLP of a `kind: hf` model on `cuda` (`streamrl[gpu]`)."""
     checkpoint_every: Count = 10
     """Steps between two checkpoints; 0 writes one at the end only."""
     keep_checkpoints: Positive = 2
@@ -214,7 +218,7 @@ def problems(
             f"learner.warmup_steps: {learner.warmup_steps} exceeds learner.steps: {learner.steps}: "
             "the learning rate would never reach its peak"
         )
-    return (*found, *_model_problems(model))
+    return (*found, *_kernel_problems(learner, model), *_model_problems(model))
 
 
 def check(
@@ -228,6 +232,22 @@ def check(
     found = problems(algorithm, learner, model, max_staleness=max_staleness, group_size=group_size)
     if found:
         raise ConfigError("\n".join(found))
+
+
+def _kernel_problems(learner: LearnerConfig, model: ModelConfig) -> list[str]:
+    flash = f"learner.attention: {learner.attention}" if learner.attention != "sdpa" else None
+    found = []
+    for option in filter(None, (flash, "learner.liger: true" if learner.liger else None)):
+        if learner.device != "cuda":
+            found.append(f"{option} has no effect with learner.device: {learner.device}; remove it or use device cuda")
+        if not isinstance(model, HFModel):
+            found.append(
+                f"{option} needs model.kind: hf: the warm start of a tiny model is computed on the CPU, "
+                "where these kernels do not run; remove it"
+            )
+    if flash and isinstance(model, HFModel) and model.dtype != "bfloat16":
+        found.append(f"{flash} needs model.dtype: bfloat16, got {model.dtype}: its kernels compute in 16 bits only")
+    return found
 
 
 def _model_problems(model: ModelConfig) -> list[str]:

@@ -81,7 +81,7 @@ def run_learner(
     torch.set_num_threads(config.threads)
     torch.set_flush_denormal(True)
     ranks = Ranks.join(rank, world, store, config.device)
-    policy = _policy(queue, ranks, model, model_dir, demonstrations, seed, should_stop)
+    policy = _policy(queue, ranks, config, model, model_dir, demonstrations, seed, should_stop)
     if policy is None:
         return ranks.leave()
     policy = shard(policy, ranks, config.device)
@@ -106,6 +106,7 @@ def run_learner(
 def _policy(
     queue: BlockingTransferQueue,
     ranks: Ranks,
+    config: LearnerConfig,
     model: ModelConfig,
     model_dir: Path,
     demonstrations: Demonstrate | None,
@@ -113,7 +114,7 @@ def _policy(
     should_stop: Callable[[], bool],
 ) -> Policy | None:
     """The policy at step 0, warm-started by the leader unless it was before; None after a stop request. Collective."""
-    policy = build(model, model_dir, seed)
+    policy = build(model, model_dir, seed, config)
     weights = model_dir / WEIGHTS
     stopped = False
     if ranks.leads and isinstance(model, TinyModel) and not weights.exists():

@@ -14,8 +14,9 @@ from streamrl_queue.errors import ConfigError, WeightError
 
 from . import tiny
 from .batches import MicroBatch
-from .config import HFModel, ModelConfig
+from .config import HFModel, LearnerConfig, ModelConfig
 from .files import replace_file
+from .kernels import apply_liger, require_flash_attention
 
 WEIGHTS: Final = "model.safetensors"
 # Two ways through the same bfloat16 head differ by rounding, nats.
@@ -73,10 +74,18 @@ def state_names(lm: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def build(config: ModelConfig, model_dir: Path, seed: int) -> Policy:
-    """The policy of a run, with the weights in `model_dir` where there are any, else fresh ones from `seed`."""
+def build(config: ModelConfig, model_dir: Path, seed: int, learner: LearnerConfig | None = None) -> Policy:
+    """The policy of a run, with the weights in `model_dir` where there are any, else fresh ones from `seed`.
+
+    A Hugging Face model has the kernels that `learner` (default: `LearnerConfig()`) names, and is on its device,
+    where it can be checked with them; a tiny one is on the CPU.
+
+    Raises:
+        ConfigError: a model that is not supported, or kernels that are not installed.
+    """
     if isinstance(config, HFModel):
-        policy = Policy(_load_hf(config).train())
+        learner = learner or LearnerConfig()
+        policy = Policy(_load_hf(config, learner).train()).to(learner.device)
         check_head(policy, config.path)
         return policy
     return Policy(_build_tiny(model_dir, seed).train())
@@ -88,7 +97,7 @@ def check_head(policy: Policy, name: str) -> None:
     Raises:
         ConfigError: for a model that does more to its logits than `lm_head(hidden)`, such as capping or scaling.
     """
-    tokens = torch.arange(min(8, policy.vocab_size))
+    tokens = torch.arange(min(8, policy.vocab_size), device=next(policy.parameters()).device)
     with torch.no_grad():
         own = policy.lm(input_ids=tokens[None]).logits[0, :-1].float().log_softmax(-1)
         wanted = own.gather(1, tokens[1:, None])[:, 0]
@@ -142,7 +151,13 @@ def _build_tiny(model_dir: Path, seed: int) -> Any:
     return lm
 
 
-def _load_hf(config: HFModel) -> Any:
-    from transformers import AutoModelForCausalLM
+def _load_hf(config: HFModel, learner: LearnerConfig) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(config.path, dtype=getattr(torch, config.dtype))
+    if learner.attention == "flash_attention_2":
+        require_flash_attention()
+    if learner.liger:
+        apply_liger(AutoConfig.from_pretrained(config.path).model_type)
+    return AutoModelForCausalLM.from_pretrained(
+        config.path, dtype=getattr(torch, config.dtype), attn_implementation=learner.attention
+    )

@@ -28,7 +28,7 @@ from . import messages as m
 from . import snapshot, wire
 from .batches import Part, RowKeys, decode, gather
 from .config import Durability, Flow
-from .errors import MessageTooLarge, ProtocolError, QueueFull, SchemaError, StreamRLError
+from .errors import MessageTooLarge, ProtocolError, QueueFull, SchemaError, SessionLost, StreamRLError
 from .events import Dropped, Event, Granted, Moved
 from .journal import Damaged, Journal, Recovery
 from .nursery import open_nursery
@@ -187,10 +187,6 @@ class Broker:
                 )
             return
         if isinstance(request, Forget):
-            key = envelope.session, envelope.id
-            self._waiting = [asked for asked in self._waiting if (asked.session, asked.id) != key]
-            return
-        if isinstance(request, Forget):
             self._forget(envelope.session, envelope.id)
             return
         wait = getattr(request, "wait", 0.0)
@@ -217,18 +213,21 @@ class Broker:
 
     def _handle(self, asked: Asked) -> bool:
         """Answer the request, or keep it waiting; tells whether it was answered."""
+        lasting = not isinstance(asked.request, m.Heartbeat | m.GetStatistics)
         try:
             if not isinstance(asked.request, m.Hello):
                 self.sessions.require(asked.session)
             answer = self._handlers[type(asked.request)](asked)
         except StreamRLError as error:
             answer = wire.Refused(type(error).__name__, str(error))
+            # It is asked again, under the same id, once the session is open.
+            lasting &= not isinstance(error, SessionLost)
         if answer is None:
             if asked not in self._waiting:
                 self._waiting.append(asked)
             return False
         reply = answer if isinstance(answer, tuple) else (answer, None)
-        if not isinstance(asked.request, m.Heartbeat | m.GetStatistics):
+        if lasting:
             remembered = self._remembered[asked.session]
             remembered[asked.id] = reply
             if len(remembered) > REMEMBERED:
@@ -256,6 +255,8 @@ class Broker:
 
     def _record(self, event: Event | None, payload: Buffer = b"", *, sync: bool = False) -> None:
         """Journal an event and fold it into the state."""
+        # Without an event too: what happened before may not be synced yet.
+        self._unsynced |= sync or self._journal.durability == "fsync"
         if event is None:
             return
         record = self._journal.append(event, payload)
@@ -267,7 +268,6 @@ class Broker:
             if freed != record:
                 self._journal.free(freed)
         self.rows.freed.clear()
-        self._unsynced |= sync or self._journal.durability == "fsync"
 
     # -- time
 

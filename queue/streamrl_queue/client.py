@@ -146,13 +146,18 @@ class TransferQueue:
         return reply
 
     async def _exchange(self, request: msgspec.Struct, payload: Any, wait: float = 0.0) -> tuple[Any, Any]:
-        """Ask, and ask again after a broker restart or a lost session."""
+        """Ask, and ask again after a broker restart or a lost session, under the same id: what the request was given
+        before, and its reply did not tell, it is given again.
+        """
         source = f"the queue at {self.address}"
         deadline = trio.current_time() + wait + PATIENCE_SECONDS
+        id = self._rpc.next_id()
         while True:
             left = deadline - trio.current_time()
             try:
-                return await self._rpc.exchange(request, payload, deadline=left, resend=RESEND_SECONDS, source=source)
+                return await self._rpc.exchange(
+                    request, payload, deadline=left, resend=RESEND_SECONDS, source=source, id=id
+                )
             except SessionLost as error:
                 log.warning("%s; opening it again", error)
                 await self._rpc.call(self._hello, deadline=left, resend=RESEND_SECONDS, source=source)

@@ -22,7 +22,6 @@ import logging
 import mmap
 import os
 import struct
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -415,26 +414,3 @@ def read(directory: Path) -> Iterator[Entry]:
             payload = data[record.payload : record.payload + record.payload_bytes]
             yield Entry(record.event, int(path.stem) << 32 | start, payload)
             start = record.end
-
-
-def verify(directory: Path) -> Counter[str]:
-    """Check every record of a journal that no broker has open; counts of events by kind.
-
-    Raises:
-        JournalError: naming file and byte of the first damage, or that there is no journal.
-    """
-    kinds: Counter[str] = Counter()
-    paths = sorted(directory.glob("*.segment"))
-    if not paths:
-        raise JournalError(f"no journal in {directory}")
-    for path in paths:
-        data = memoryview(path.read_bytes())
-        start = 0
-        while (record := _parse(data, start)) is not None:
-            if not record.whole:
-                raise JournalError(f"{path}: the columns at byte {start} are damaged")
-            kinds[type(record.event).__name__] += 1
-            start = record.end
-        if bytes(data[start:]).strip(b"\0"):
-            raise JournalError(f"{path}: the event at byte {start} is damaged or incomplete")
-    return kinds

@@ -162,7 +162,7 @@ class Rows(Table):
             heapq.heappop(heaps[line])
             if stage.admits and self.is_bound(row) and not row.group.admitted:
                 admitted[row.group.id] = None
-            picked |= {r.id: r for r in (row.group.members if stage.unit == "group" else [row])}
+            picked |= {r.id: r for r in self.concerned(stage, row)}
         return list(picked.values()), tuple(admitted)
 
     def _head(self, stage: Stage, line: Line, picked: dict[int, Row], skip: frozenset[int]) -> bool:
@@ -184,7 +184,7 @@ class Rows(Table):
         for rank in heapq.merge(*(_in_order(heap) for heap in self._ready[stage.name].values())):
             row = self.rows.get(rank[2])
             if row is not None and stage.name in row.ready and self.rank(stage, row) == rank:
-                found |= {r.id: r for r in (row.group.members if stage.unit == "group" else [row])}
+                found |= {r.id: r for r in self.concerned(stage, row)}
             if len(found) >= rows:
                 break
         return list(found.values())[:rows]

@@ -81,16 +81,18 @@ class RpcClient:
         deadline: float,
         source: str = "server",
         resend: float | None = None,
+        id: int | None = None,
     ) -> tuple[Any, Buffer | None]:
         """Send `request` and wait at most `deadline` seconds for its reply and the reply's payload.
 
-        An idempotent request may be sent again every `resend` seconds, for a server that restarts in between.
+        An idempotent request may be sent again every `resend` seconds, for a server that restarts in between. Who
+        asks the same again after an error passes the `id` (of `next_id`) of the first time.
 
         Raises:
             DeadlineExceeded: naming the request and `source`.
             StreamRLError: whatever the server refused with, as the same class.
         """
-        id = next(self._ids)
+        id = self.next_id() if id is None else id
         call = self._calls[id] = _Call()
         frames = wire.seal(self._session, id, request, payload, self._key)
         try:
@@ -110,9 +112,13 @@ class RpcClient:
             raise from_wire(call.reply.error, call.reply.message)
         return call.reply, call.payload
 
+    def next_id(self) -> int:
+        """A number for one request."""
+        return next(self._ids)
+
     def tell(self, request: msgspec.Struct) -> bool:
         """Send `request` without waiting for anything; tells whether it left."""
-        return self._tell(next(self._ids), request)
+        return self._tell(self.next_id(), request)
 
     def _tell(self, id: int, request: msgspec.Struct) -> bool:
         return self._dealer.try_send(wire.seal(self._session, id, request, None, self._key))

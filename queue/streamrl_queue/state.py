@@ -79,12 +79,14 @@ class Row:
 class Group:
     """Attempts at one task, compared with each other."""
 
-    __slots__ = ("admitted", "id", "key", "members")
+    __slots__ = ("admitted", "id", "key", "members", "ready")
 
     def __init__(self, id: int, key: str) -> None:
         self.id = id
         self.key = key
         self.admitted = False
+        # Group stage that it is ready for → the members that this concerns, first of all the one it queues by.
+        self.ready: dict[str, list[Row]] = {}
         # The members that have not been dropped, died or been done.
         self.members: list[Row] = []
 

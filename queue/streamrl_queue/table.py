@@ -325,15 +325,25 @@ class Table:
             self._recount(row)
 
     def _make_group_ready(self, group: Group, stage: Stage) -> None:
-        """Once every member that is left wants `stage`, the group is ready, or too small to be compared."""
-        if not all(self._wants(stage, member) and stage.name not in member.ready for member in group.members):
+        """Once every member that is left wants `stage` (or has passed it), the group is ready.
+
+        A group that has become too small to be compared ends.
+        """
+        wanting = [member for member in group.members if self._wants(stage, member)]
+        passed = sum(stage.name in member.places for member in group.members)
+        if not wanting or len(wanting) + passed < len(group.members) or stage.name in group.ready:
             return
         if len(group.members) < stage.min_members:
             self._end(tuple(group.members), "dropped", "group_too_small")
             return
-        self._push(stage, group.members[0])
-        for member in group.members:
+        group.ready[stage.name] = wanting
+        self._push(stage, wanting[0])
+        for member in wanting:
             self._recount(member)
+
+    def concerned(self, stage: Stage, row: Row) -> list[Row]:
+        """The rows that are handed out together when `row` comes up for `stage`."""
+        return row.group.ready[stage.name] if stage.unit == "group" else [row]
 
     def _wants(self, stage: Stage, row: Row) -> bool:
         """Whether the row has what `stage` reads, and neither its columns nor a lease of it."""
@@ -346,18 +356,18 @@ class Table:
 
     def _push(self, stage: Stage, row: Row) -> None:
         row.ready.add(stage.name)
-        self._stage_counts[stage.name]["ready"] += len(row.group.members) if stage.unit == "group" else 1
+        self._stage_counts[stage.name]["ready"] += len(self.concerned(stage, row))
         self._enqueue(stage, row)
         self.touched.add(stage.name)
 
     def _enqueue(self, stage: Stage, row: Row) -> None:
         heapq.heappush(self._ready[stage.name][self.line(stage, row)], self.rank(stage, row))
 
-    def _unready(self, stage: str, row: Row) -> None:
-        if stage in row.ready:
-            row.ready.discard(stage)
-            group = self.stages[stage].unit == "group"
-            self._stage_counts[stage]["ready"] -= len(row.group.members) if group else 1
+    def _unready(self, name: str, row: Row) -> None:
+        if name in row.ready:
+            self._stage_counts[name]["ready"] -= len(self.concerned(self.stages[name], row))
+            row.ready.discard(name)
+            row.group.ready.pop(name, None)
 
     def line(self, stage: Stage, row: Row) -> Line:
         """Where the row queues: its environment, and how admission treats it, so that nobody waits behind a row that
@@ -379,9 +389,8 @@ class Table:
             for name in tuple(row.ready):
                 self._unready(name, row)
             # A group that was ready with this member is so without it only once `_settle` says so.
-            for member in row.group.members:
-                for name in [name for name in member.ready if self.stages[name].unit == "group"]:
-                    self._unready(name, member)
+            for name, concerned in list(row.group.ready.items()):
+                self._unready(name, concerned[0])
             self._leave_way(row)
             if self.is_bound(row) and row.group.admitted:
                 self._lost += 1
@@ -425,10 +434,8 @@ class Table:
             return "trained"
         if row.leases:
             return "leased"
-        group_ready = any(stage.unit == "group" for stage in self._stages_of(row)) and any(
-            self.stages[name].unit == "group" for name in row.group.members[0].ready
-        )
-        if not (row.ready or group_ready) or (self.is_bound(row) and not row.group.admitted):
+        with_group = any(row in rows for rows in row.group.ready.values())
+        if not (row.ready or with_group) or (self.is_bound(row) and not row.group.admitted):
             return "waiting"
         return "ready"
 

@@ -20,7 +20,8 @@ _TIME: Final = pa.timestamp("us")
 ROWS: Final = pa.schema(
     [
         ("row", pa.int64()),
-        ("group", pa.int64()),
+        # Not `group` and below not `at`: those are words of SQL.
+        ("group_id", pa.int64()),
         ("member", pa.int32()),
         ("split", pa.string()),
         ("key", pa.string()),
@@ -56,7 +57,7 @@ ROWS: Final = pa.schema(
 
 EVENTS: Final = pa.schema(
     [
-        ("at", _TIME),
+        ("happened", _TIME),
         ("row", pa.int64()),
         ("event", pa.string()),
         ("stage", pa.string()),
@@ -88,7 +89,7 @@ VERSIONS: Final = pa.schema(
 STEPS: Final = pa.schema(
     [
         ("step", pa.int64()),
-        ("at", _TIME),
+        ("committed", _TIME),
         ("rows", pa.int64()),
         ("version", pa.int64()),
         ("retired", _TIME),
@@ -179,7 +180,7 @@ def _row(lives: Lives, life: Life) -> dict[str, Any]:
     first = lives.first_stage
     return {
         "row": life.row,
-        "group": life.group,
+        "group_id": life.group,
         "member": life.member,
         "split": life.split,
         "key": life.key,
@@ -210,7 +211,7 @@ def _row(lives: Lives, life: Life) -> dict[str, Any]:
 def _event(row: int, moment: Moment) -> dict[str, Any]:
     named = {name: getattr(moment, name, None) for name in EVENTS.names}
     segment, byte = divmod(moment.record, 1 << 32) if moment.record is not None else (None, None)
-    return named | {"row": row, "at": utc(moment.at), "segment": segment, "byte": byte}
+    return named | {"row": row, "happened": utc(moment.at), "segment": segment, "byte": byte}
 
 
 def _version(version: VersionLife) -> dict[str, Any]:
@@ -221,7 +222,7 @@ def _version(version: VersionLife) -> dict[str, Any]:
 def _step(step: StepLife) -> dict[str, Any]:
     return {
         "step": step.step,
-        "at": utc(step.at),
+        "committed": utc(step.at),
         "rows": len(step.rows),
         "version": step.version,
         "retired": utc(step.retired),

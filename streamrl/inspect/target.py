@@ -41,10 +41,10 @@ class Target:
     def flow(self) -> Flow | None:
         """The stages that the journal's rows pass; None when they are nobody's that we know."""
         if self.run is not None:
-            from ..config import load_file
+            from ..config import flow_of, load_file
 
             config = load_file(self.run.config)
-            return training_flow(config.queue, rows_per_step=config.learner.rows_per_step)
+            return flow_of(config)
         if self.journal is None:
             return None
         return known_flow(entry.event for entry in audit.events(self.journal))
@@ -71,7 +71,7 @@ def find(name: str) -> Target:
         run = RunDirectory(path)
         if run.exists:
             return _run(name, run)
-        if audit.exists(path):
+        if audit.exists(path) or served_address(path) is not None:
             parent = RunDirectory(path.resolve().parent)
             if parent.exists and parent.journal == path.resolve():
                 return _run(name, parent)

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 import trio
 
-from ..config import RunConfig, load_file
+from ..config import RunConfig, flow_of, load_file
 from .failure import LastWords, first_error
 from .lifeline import die_with_parent
 from .rundir import Launch, RunDirectory
@@ -91,10 +91,10 @@ def journal_directory(config: RunConfig, run: RunDirectory) -> Iterator[Path]:
 
 def broker(context: Context) -> None:
     """The TransferQueue's broker on this run's journal."""
-    from streamrl_queue import open_broker, training_flow
+    from streamrl_queue import open_broker
 
     config = context.config
-    flow = training_flow(config.queue, rows_per_step=config.learner.rows_per_step)
+    flow = flow_of(config)
 
     async def body() -> None:
         with journal_directory(config, context.run) as directory:

@@ -143,7 +143,8 @@ class Checker:
         if key in self._answered:
             return
         reply = _reply(envelope.body)
-        if not isinstance(request, m.Heartbeat | m.GetStatistics):
+        lost = isinstance(reply, wire.Refused) and reply.error == "SessionLost"
+        if not lost and not isinstance(request, m.Heartbeat | m.GetStatistics):
             self._answered.add(key)
         if isinstance(reply, wire.Refused):
             self.refused[reply.error] += 1

@@ -390,6 +390,23 @@ def test_a_group_that_loses_members_is_compared_without_them_or_dropped_when_too
     assert driver.rows.statistics().dropped == {"error_env": 4, "group_too_small": 1}
 
 
+def test_the_rest_of_a_group_that_was_written_in_part_is_ready_again() -> None:
+    driver = Driver(flow())
+    driver.publish(0)
+    driver.put("a")
+    driver.run_through("rollout")
+    driver.run_through("reward")
+    lease = driver.lease("advantage", session="a")
+    assert lease
+    driver.write(lease, lease.rows[:1])
+    driver.do(*driver.rows.end_session(0.0, "a", "killed"))
+    rest = driver.lease("advantage", session="b")
+    assert rest
+    assert rest.rows == lease.rows[1:]
+    driver.write(rest)
+    assert driver.rows.statistics().stages["learn"].ready == MEMBERS
+
+
 def test_a_version_id_is_never_used_twice() -> None:
     driver = Driver(flow())
     first = driver.publish(0)

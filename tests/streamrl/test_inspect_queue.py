@@ -189,6 +189,19 @@ def test_the_address_file_counts_only_while_its_broker_lives(tmp_path: Path) -> 
     assert served_address(tmp_path) is None
 
 
+def test_a_broker_without_a_single_row_yet_is_found_by_its_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def body(queue: TransferQueue, address: str) -> None:
+        with serving_alone(tmp_path / "journal", address):
+            assert await command("stats", str(tmp_path / "journal"), "--json") == 0
+        report = found(capsys)
+        assert isinstance(report, dict)
+        assert report["tasks"] == 0
+
+    live(tmp_path, body)
+
+
 def test_verify_finds_a_whole_journal_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made(tmp_path, two_steps, trouble)
     assert cli.main(["queue", "verify", str(run_directory(tmp_path)), "--json"]) == 0

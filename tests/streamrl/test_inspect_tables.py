@@ -74,10 +74,17 @@ def test_sql_answers_over_all_tables(trained: Path) -> None:
     assert names == ["state", "n", "lag"]
     assert lines == [("trained", 8, 0.5)]
     _, lines = run(
-        "select r.row, epoch(s.at - r.born) >= 0 from rows r join steps s using (step) where r.row = 5",
+        "select r.row, epoch(s.committed - r.born) >= 0 from rows r join steps s using (step) where r.row = 5",
         streamrl.inspect.read_tables(trained),
     )
     assert lines == [(5, True)]
+
+
+def test_no_column_needs_quotes(trained: Path) -> None:
+    tables = streamrl.inspect.read_tables(trained)
+    for name, table in tables.items():
+        for column in table.schema.names:
+            assert run(f"select {column} from {name} order by {column} limit 1", tables)[0] == [column]
 
 
 def test_a_query_names_tables_and_never_variables_of_the_process(trained: Path) -> None:
@@ -103,7 +110,7 @@ def test_without_a_query_tables_and_columns_are_listed(trained: Path, capsys: py
     assert cli.main(["sql", str(trained), "--json"]) == 0
     listed = {(line["table"], line["column"]): line["type"] for line in json.loads(capsys.readouterr().out)}
     assert listed["rows", "lag"] == "bigint"
-    assert listed["events", "at"] == "timestamp"
+    assert listed["events", "happened"] == "timestamp"
     assert {table for table, _ in listed} == {"rows", "events", "versions", "steps"}
 
 
