@@ -7,15 +7,29 @@ they belong to. `assemble` puts them side by side and in order.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 
+from .config import ANY
 from .errors import SchemaError
 from .schema import KEY_COLUMNS
-from .state import TASK, Row
+from .state import Row
+
+# What Arrow raises on bytes that are no stream of its own.
+DAMAGE: Final = (
+    pa.ArrowException,
+    OSError,
+    StopIteration,
+    UnicodeError,
+    ValueError,
+    TypeError,
+    KeyError,
+    OverflowError,
+)
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -56,35 +70,30 @@ def decode(data: bytes | bytearray | memoryview, where: str) -> pa.RecordBatch:
         with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
             batch = reader.read_next_batch()
         batch.validate(full=True)
-    except (pa.ArrowInvalid, OSError, StopIteration) as error:
+        # Names and types are decoded when they are first asked for.
+        repr(batch.schema)
+    except DAMAGE as error:
         raise SchemaError(f"{where}: expected one Arrow record batch, got {error or 'an empty stream'}") from error
     return batch
 
 
 def gather(
-    rows: Sequence[Row],
-    columns: Iterable[str],
-    writer: Callable[[str], str],
-    payload: Callable[[int], memoryview],
+    rows: Sequence[Row], wanted: Mapping[str, Sequence[str]], payload: Callable[[int], memoryview]
 ) -> tuple[tuple[Part, ...], bytes]:
     """Collect columns of rows from the records they lie in.
 
     Args:
         rows: the rows, in the order of the reply.
-        columns: wanted column names; `*` stands for all task columns.
-        writer: the stage that writes a column.
+        wanted: stage → names of its columns; `*` stands for all of them.
         payload: the bytes of a record.
 
     Returns:
         The parts, and their bytes end to end.
     """
-    by_stage: defaultdict[str, list[str]] = defaultdict(list)
-    for column in columns:
-        by_stage[TASK if column == "*" else writer(column)].append(column)
     parts: list[Part] = []
     pieces: list[memoryview | pa.Buffer] = []
     start = 0
-    for stage, names in by_stage.items():
+    for stage, names in wanted.items():
         records: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for position, row in enumerate(rows):
             if stage not in row.places:
@@ -103,7 +112,7 @@ def _select(data: memoryview, lines: Sequence[int], names: Sequence[str]) -> mem
     """The bytes of some lines and columns of one record: as they lie there when all are wanted."""
     with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
         batch = reader.read_next_batch()
-    wanted = [n for n in batch.schema.names if n != "row"] if "*" in names else list(names)
+    wanted = [n for n in batch.schema.names if n != "row"] if ANY in names else list(names)
     everything = len(wanted) == len(batch.schema.names) and list(lines) == list(range(len(batch)))
     if everything:
         return data
@@ -124,7 +133,13 @@ def assemble(keys: Sequence[RowKeys], parts: Sequence[Part], payload: memoryview
         by_stage[part.stage].append(part)
     for stage, pieces in by_stage.items():
         batches = [decode(payload[p.start : p.start + p.length], f"columns of {stage or 'the task'}") for p in pieces]
-        table = pa.Table.from_batches(batches).combine_chunks()
+        try:
+            table = pa.Table.from_batches(batches).combine_chunks()
+        except pa.ArrowInvalid as error:
+            raise SchemaError(
+                f"the rows of this lease have different columns of {stage or 'the task'}: {error}; name the columns "
+                "that all of them have"
+            ) from error
         order = np.argsort([position for piece in pieces for position in piece.rows])
         if not np.array_equal(order, np.arange(len(order))):
             table = table.take(pa.array(order))

@@ -27,16 +27,16 @@ import trio
 from . import messages as m
 from . import snapshot, wire
 from .batches import Part, RowKeys, decode, gather
-from .config import Durability, Flow
-from .errors import MessageTooLarge, ProtocolError, QueueFull, SchemaError, SessionLost, StreamRLError
+from .config import ANY, Durability, Flow, Stage
+from .errors import JournalError, MessageTooLarge, ProtocolError, QueueFull, SchemaError, SessionLost, StreamRLError
 from .events import Dropped, Event, Granted, Moved
 from .journal import Damaged, Journal, Recovery
 from .nursery import open_nursery
 from .rows import Rows
 from .rpc import Forget
-from .schema import check
+from .schema import KEY_COLUMNS, check
 from .sessions import Sessions
-from .state import Row, Version
+from .state import TASK, Row, Version
 from .transport import ZEROMQ, Buffer, Router, Transport
 
 log = logging.getLogger(__name__)
@@ -47,12 +47,22 @@ BATCH: Final = 64
 MOVED_BYTES: Final = 4 << 20
 # Rows shown to a peek: enough for a screen, few enough to hold up nobody.
 MOST_PEEKED: Final = 1000
+# A request waits at most this long; its client asks again.
+LONGEST_WAIT_SECONDS: Final = 3600.0
+# After the disk refused, the time until the next attempt.
+RETRY_SECONDS: Final = 1.0
+# Columns that are part of every reply.
+KEYS: Final = frozenset(KEY_COLUMNS.names)
 # What is left of a message's limit when its header has had its share.
 LARGEST_PAYLOAD: Final = wire.MAX_MESSAGE_BYTES - (16 << 20)
 # Replies kept per session for requests that are sent again.
 REMEMBERED: Final = 64
 
 _decode_request = msgspec.msgpack.Decoder(m.Request | Forget).decode
+
+
+class BrokenState(RuntimeError):
+    """An event was recorded and could not be folded into the state: the broker must not go on."""
 
 
 class Asked(NamedTuple):
@@ -80,7 +90,7 @@ class Broker:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.rows = Rows(flow)
-        self.sessions = Sessions(flow.session_seconds)
+        self.sessions = Sessions(flow.session_seconds, epoch=int(wall() * 1e6))
         self.address = router.address
         self._journal = journal
         self._router = router
@@ -93,16 +103,18 @@ class Broker:
         self._remembered: defaultdict[str, OrderedDict[int, tuple[msgspec.Struct, Buffer | None]]] = defaultdict(
             OrderedDict
         )
-        self._seen_epoch = 0
+        self._seen_epoch = self.sessions.epoch
         # The segment that is being emptied, and what is still to move: (record, stage) → rows.
         self._moving = 0
         self._moves: dict[tuple[int, str], list[int]] = {}
         self.protocol_errors = 0
+        self._not_before = 0.0
         self._handlers: dict[type, Callable[[Asked], msgspec.Struct | tuple[msgspec.Struct, Buffer] | None]] = {
             m.Hello: self._hello,
             m.Heartbeat: self._heartbeat,
             m.Bye: self._bye,
             m.EndSession: self._end_session,
+            m.ReleaseAbsent: self._release_absent,
             m.Announce: self._announce,
             m.Fence: self._fence,
             m.Members: self._members,
@@ -168,7 +180,7 @@ class Broker:
                 if (frames := self._router.try_recv()) is None:
                     break
                 self._take(frames)
-            self._tick(self._clock())
+            self._keep_time(self._clock())
             self._look_again()
             await self._answer()
 
@@ -177,22 +189,28 @@ class Broker:
         peer, *message = bytes(frames[0]), *frames[1:]
         try:
             envelope, payload = wire.unseal(message, self._key)
-            request = _decode_request(envelope.body)
-        except (ProtocolError, msgspec.MsgspecError) as error:
+        except ProtocolError as error:
             self.protocol_errors += 1
             # The first, the second, the fourth, …: a flood must not fill the disk.
             if self.protocol_errors & (self.protocol_errors - 1) == 0:
-                log.warning(
-                    "dropped message %d of its kind, peer %s: %s", self.protocol_errors, bytes(peer).hex(), error
-                )
+                log.warning("dropped a message of peer %s (%d so far): %s", peer.hex(), self.protocol_errors, error)
+            return
+        try:
+            request = _decode_request(envelope.body)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            refused = wire.Refused(ProtocolError.__name__, f"this request is not understood here: {error}")
+            self._outbox.append([peer, *wire.seal(envelope.session, envelope.id, refused, None, self._key)])
             return
         if isinstance(request, Forget):
             self._forget(envelope.session, envelope.id)
             return
         wait = getattr(request, "wait", 0.0)
-        asked = Asked(peer, envelope.session, envelope.id, request, payload or b"", self._clock() + wait)
-        if (known := self._remembered[asked.session].get(asked.id)) is not None:
-            self._reply(asked, known)
+        # Written so that a NaN does not wait.
+        deadline = self._clock() + (min(wait, LONGEST_WAIT_SECONDS) if wait > 0.0 else 0.0)
+        asked = Asked(peer, envelope.session, envelope.id, request, payload or b"", deadline)
+        remembered = self._remembered.get(asked.session)
+        if remembered is not None and asked.id in remembered:
+            self._reply(asked, remembered[asked.id])
         elif not self._is_waiting(asked):
             self._handle(asked)
 
@@ -222,12 +240,18 @@ class Broker:
             answer = wire.Refused(type(error).__name__, str(error))
             # It is asked again, under the same id, once the session is open.
             lasting &= not isinstance(error, SessionLost)
+        except BrokenState:
+            raise
+        # The supervision edge of a request: nothing was recorded, so whatever is wrong with it is its sender's.
+        except Exception as error:
+            log.exception("request %s of %s failed", type(asked.request).__name__, self.sessions.name(asked.session))
+            answer = wire.Refused("QueueError", f"the broker could not handle this request: {error!r}")
         if answer is None:
             if asked not in self._waiting:
                 self._waiting.append(asked)
             return False
         reply = answer if isinstance(answer, tuple) else (answer, None)
-        if lasting:
+        if lasting and self.sessions.is_open(asked.session):
             remembered = self._remembered[asked.session]
             remembered[asked.id] = reply
             if len(remembered) > REMEMBERED:
@@ -260,7 +284,10 @@ class Broker:
         if event is None:
             return
         record = self._journal.append(event, payload)
-        self.rows.apply(event, now=self._clock(), record=record)
+        try:
+            self.rows.apply(event, now=self._clock(), record=record)
+        except Exception as error:
+            raise BrokenState(f"{event} was recorded but does not fit the state") from error
         if record in self.rows.references:
             self._journal.need(record)
         for freed in self.rows.freed:
@@ -274,7 +301,16 @@ class Broker:
     def _next_deadline(self) -> float:
         waiting = min((asked.deadline for asked in self._waiting), default=float("inf"))
         lease = self.rows.next_deadline()
-        return min(waiting, self.sessions.next_deadline(), lease if lease is not None else float("inf"))
+        first = min(waiting, self.sessions.next_deadline(), lease if lease is not None else float("inf"))
+        return max(first, self._not_before)
+
+    def _keep_time(self, now: float) -> None:
+        try:
+            self._tick(now)
+        except JournalError as error:
+            # The disk is full: what ran out has not ended yet. Look again a little later.
+            log.error("%s; trying again in %.0f s", error, RETRY_SECONDS)
+            self._not_before = now + RETRY_SECONDS
 
     def _tick(self, now: float) -> None:
         """End what has run out: leases, sessions. Tidy the journal."""
@@ -365,6 +401,15 @@ class Broker:
         sessions = self.sessions.named(asked.request.name)
         return m.Number(sum(self._lose(session, "its process ended") for session in sessions))
 
+    def _release_absent(self, asked: Asked) -> m.Number:
+        rows = 0
+        for session in self.sessions.absent():
+            for ended in self.rows.end_session(self._wall(), session, "the run it belonged to ended"):
+                rows += len(ended.rows)
+                self._record(msgspec.structs.replace(ended, cause="released"))
+            self.sessions.end(session)
+        return m.Number(rows)
+
     def _announce(self, asked: Asked) -> m.Number:
         self.sessions.announce(asked.session, asked.request)
         return m.Number(self.sessions.epoch)
@@ -375,7 +420,7 @@ class Broker:
         return m.Number(self.sessions.epoch)
 
     def _members(self, asked: Asked) -> m.Membership | None:
-        if self.sessions.epoch > asked.request.after or self._is_late(asked):
+        if self.sessions.epoch != asked.request.after or self._is_late(asked):
             return self.sessions.membership(asked.request.role)
         return None
 
@@ -394,6 +439,8 @@ class Broker:
                 return None
             raise QueueFull(f"{full}, and {ask.wait:.1f} s made no room for {fresh} more rows")
         batch = decode(asked.payload, "put")
+        if "row" in batch.schema.names:
+            raise SchemaError("put: column row is the queue's own; name yours otherwise")
         if len(batch) != len(ask.keys):
             raise SchemaError(f"put: expected one key per line, got {len(ask.keys)} keys for {len(batch)} lines")
         check(batch, (), "put")
@@ -449,7 +496,7 @@ class Broker:
         parts: tuple[Part, ...] = ()
         payload = b""
         if ask.payload:
-            parts, payload = gather(rows, self._wanted(ask.columns or stage.reads), self._column_stage, self._payload)
+            parts, payload = gather(rows, self._wanted(ask.columns or stage.reads, stage), self._journal.payload)
         if len(payload) > LARGEST_PAYLOAD:
             size, session = len(payload) / 2**20, self.rows.leases[lease].session
             self._record(self.rows.release(self._wall(), session, lease, None, "released", "reply too large"))
@@ -467,7 +514,7 @@ class Broker:
         if gone := [id for id in ask.rows if id not in self.rows.rows]:
             raise SchemaError(f"fetch: rows {gone[:8]} have ended or never were")
         rows = [self.rows.rows[id] for id in ask.rows]
-        parts, payload = gather(rows, self._wanted(ask.columns), self._column_stage, self._payload)
+        parts, payload = gather(rows, self._wanted(ask.columns, None), self._journal.payload)
         return m.Columns(tuple(self._keys(row, "") for row in rows), parts), payload
 
     def _peek(self, asked: Asked) -> m.Columns:
@@ -485,9 +532,13 @@ class Broker:
             return m.Receipt(rows, len(rows), self._journal.durability)
         lease, _ = self.rows.held(lease_id, asked.session, rows)
         stage = self.rows.stages[lease.stage]
-        check(batch, stage.writes, f"write to {stage.name}")
-        if foreign := set(batch.schema.names) - {"row", *stage.writes}:
-            raise SchemaError(f"write to {stage.name}: it does not write {', '.join(sorted(foreign))}")
+        check(batch, (name for name in stage.writes if name != ANY), f"write to {stage.name}")
+        foreign = set(batch.schema.names) - {"row", *stage.writes}
+        if foreign and ANY not in stage.writes:
+            written = ", ".join(stage.writes) or "nothing; a batch of `row` alone ends the lease"
+            raise SchemaError(
+                f"write to {stage.name}: it does not write {', '.join(sorted(foreign))}; it writes {written}"
+            )
         event = self.rows.write(self._wall(), asked.session, lease_id, rows, *_tokens_of(batch, self.rows.versions))
         self._record(event, asked.payload)
         return m.Receipt(rows, 0, self._journal.durability)
@@ -554,15 +605,16 @@ class Broker:
     def _keys(self, row: Row, stage: str) -> RowKeys:
         return RowKeys(row.id, row.group.id, row.member, row.attempts.get(stage, 0), row.split, row.tokens)
 
-    def _wanted(self, columns: Sequence[str]) -> tuple[str, ...]:
-        key = set(RowKeys.__struct_fields__)
-        return tuple(column for column in columns if column not in key or column == "tokens")
-
-    def _column_stage(self, column: str) -> str:
-        return self.rows.writer.get(column, "")
-
-    def _payload(self, record: int) -> memoryview:
-        return self._journal.payload(record)
+    def _wanted(self, columns: Sequence[str], stage: Stage | None) -> dict[str, list[str]]:
+        """Stage → which of its columns are asked for; the key columns come with every row."""
+        wanted: dict[str, list[str]] = {}
+        for column in columns:
+            if column == ANY:
+                for name in (TASK, *(stage.after if stage else ())):
+                    wanted[name] = [ANY]
+            elif column not in KEYS:
+                wanted.setdefault(self.rows.writer.get(column, TASK), []).append(column)
+        return wanted
 
 
 def _tokens_of(batch: pa.RecordBatch, versions: Mapping[int, Version]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -16,7 +16,7 @@ import trio
 
 from . import messages as m
 from .batches import RowKeys, assemble, encode
-from .errors import DeadlineExceeded, SessionLost
+from .errors import DeadlineExceeded, SchemaError, SessionLost
 from .nursery import open_nursery
 from .rpc import RpcClient
 from .schema import Task, check, task_batch
@@ -149,6 +149,8 @@ class TransferQueue:
         """Ask, and ask again after a broker restart or a lost session, under the same id: what the request was given
         before, and its reply did not tell, it is given again.
         """
+        if not 0.0 <= wait < float("inf"):
+            raise ValueError(f"wait: expected 0 or more seconds, got {wait}")
         source = f"the queue at {self.address}"
         deadline = trio.current_time() + wait + PATIENCE_SECONDS
         id = self._rpc.next_id()
@@ -176,7 +178,7 @@ class TransferQueue:
         await self._ask(m.Announce(ready, version))
 
     async def members(self, role: str | None = None, *, after: int = -1, wait: float = 0.0) -> m.Membership:
-        """Who is at the queue. Returns when the epoch is past `after`, or after `wait` seconds."""
+        """Who is at the queue. Returns when the epoch is another than `after`, or after `wait` seconds."""
         reply: m.Membership = await self._ask(m.Members(role, after, wait), wait)
         return reply
 
@@ -187,6 +189,14 @@ class TransferQueue:
     async def end_session(self, name: str) -> int:
         """For supervisors: the process of that name is gone. Returns how many rows it held."""
         reply: m.Number = await self._ask(m.EndSession(name))
+        return reply.value
+
+    async def release_absent(self) -> int:
+        """For coordinators that resume a run: no process of before lives, so their rows go back at once.
+
+        Returns how many; no delivery is counted.
+        """
+        reply: m.Number = await self._ask(m.ReleaseAbsent())
         return reply.value
 
     # -- rows
@@ -225,6 +235,8 @@ class TransferQueue:
         elif keys is None:
             number = next(self._puts)
             keys = [f"{self.session}/{number}/{line}" for line in range(len(batch))]
+        if not 1 <= members <= 65535:
+            raise SchemaError(f"put: members: expected 1 to 65535 rows per group, got {members}")
         check(batch, (), "put")
         ask = m.PutTasks(tuple(keys), members, split, priority, sources, wait)
         receipt, _ = await self._exchange(ask, encode(batch), wait)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Final, Literal
 
 import msgspec
 
@@ -12,17 +13,24 @@ from .schema import ADVANTAGE_COLUMNS, REWARD_COLUMNS, TRAJECTORY_COLUMNS
 Durability = Literal["fsync", "flush", "memory"]
 OnStale = Literal["wait", "drop", "keep"]
 
+# As a column: all of them.
+ANY: Final = "*"
+
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that is done to a row: who holds its lease reads some columns and writes others.
 
-    A column that no stage writes is a task column; `*` reads all of those. A row is ready for a stage when the
-    stages that write its `reads` are done. A row whose split has no stage left is done.
+    A column that no stage writes is a task column. Reading `*` means all task columns and all that the stages in
+    `after` wrote. A row is ready for a stage when the stages that it builds on are done. A row whose split has no
+    stage left is done.
     """
 
     name: str
     reads: tuple[str, ...] = ()
+    # `*`: whatever columns its writer brings.
     writes: tuple[str, ...] = ()
+    # Stages that must be done first, beside those that write its `reads`.
+    after: tuple[str, ...] = ()
     unit: Literal["row", "group"] = "row"
     splits: tuple[str, ...] = ("train",)
     # Seconds a lease lives without `extend`. None: as long as its holder's session (for learners).
@@ -103,9 +111,13 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
         written: dict[str, str] = {}
         for stage in self.stages:
             for column in stage.writes:
+                if column == ANY:
+                    continue
                 if column in written:
                     raise ConfigError(f"stages {written[column]} and {stage.name} both write column {column}")
                 written[column] = stage.name
+            if unknown := set(stage.after) - set(names):
+                raise ConfigError(f"stage {stage.name}: after: no stage {', '.join(sorted(unknown))}")
         if self.admission is None and any(stage.admits for stage in self.stages):
             raise ConfigError("a stage admits rows but the flow has no admission bound")
 
@@ -176,7 +188,21 @@ def training_flow(config: QueueConfig, *, rows_per_step: int, min_group_members:
     )
 
 
-def work_flow(*, seconds: float = 60.0, max_deliveries: int = 3) -> Flow:
-    """A flow for the queue alone: rows of any columns pass one stage, `work`, and are done when it is written."""
-    work = Stage(name="work", reads=("*",), splits=("train", "eval"), seconds=seconds, max_deliveries=max_deliveries)
-    return Flow(stages=(work,))
+def work_flow(stages: Sequence[str] = ("work",), *, seconds: float = 60.0, max_deliveries: int = 3) -> Flow:
+    """A flow for the queue alone: rows of any columns pass the named stages in order.
+
+    Each stage reads all columns there are and may write any; a row is done when the last one is written.
+    """
+    chain = tuple(
+        Stage(
+            name=name,
+            reads=(ANY,),
+            writes=(ANY,),
+            after=tuple(stages[:number]),
+            splits=("train", "eval"),
+            seconds=seconds,
+            max_deliveries=max_deliveries,
+        )
+        for number, name in enumerate(stages)
+    )
+    return Flow(stages=chain)

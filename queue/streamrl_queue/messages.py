@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from .batches import Part, RowKeys
@@ -43,6 +45,10 @@ class EndSession(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+class ReleaseAbsent(msgspec.Struct, frozen=True, tag=True):
+    """All processes of before the broker's start are gone for good: their rows go back, with no delivery counted."""
+
+
 class Announce(msgspec.Struct, frozen=True, tag=True):
     """An engine says whether it may be used, and with which version."""
 
@@ -72,7 +78,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Members(msgspec.Struct, frozen=True, tag=True):
-    """Who is here: at once when the epoch is past `after`, else when it moves or `wait` seconds are over."""
+    """Who is here: at once when the epoch is not `after`, else when it moves or `wait` seconds are over."""
 
     role: str | None
     after: int
@@ -90,7 +96,7 @@ class PutTasks(msgspec.Struct, frozen=True, tag=True):
     """The payload's lines become groups of `members` rows."""
 
     keys: tuple[str, ...]
-    members: int
+    members: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     split: str
     priority: int
     sources: dict[str, int]
@@ -101,7 +107,7 @@ class LeaseRows(msgspec.Struct, frozen=True, tag=True):
     """Hand out up to `rows` rows that are ready for `stage`."""
 
     stage: str
-    rows: int
+    rows: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
     at_least: int
     wait: float
     env: str | None
@@ -255,6 +261,7 @@ Request = (
     | Heartbeat
     | Bye
     | EndSession
+    | ReleaseAbsent
     | Announce
     | Fence
     | Members

@@ -34,7 +34,7 @@ from .events import (
     VersionCommitted,
     Written,
 )
-from .state import Lease, Line, Rank, Row, Version
+from .state import UNBORN, Lease, Line, Rank, Row, Version
 from .table import Table
 
 
@@ -212,7 +212,28 @@ class Rows(Table):
             pending = len(admitted) * len(row.group.members)
             return admission.may_admit(bound, admitted=self._admitted + pending, lost=self._lost, trained=trained)
         started = self._trained_through[self.step] + self._on_their_way.total() + self._handed.total() + len(picked)
-        return admission.may_start(bound, started=started, trained=trained)
+        if admission.may_start(bound, started=started, trained=trained):
+            return True
+        # One row at a time: it may be the one that was missing.
+        begun = any(member.born != UNBORN for member in row.group.members)
+        return begun and not picked and self._is_stuck(bound)
+
+    def _is_stuck(self, bound: Admission) -> bool:
+        """Whether the learner's next step cannot be filled before groups that have begun are complete.
+
+        Rows that were lost leave places for a part of a group only; what such a group has too many may become stale.
+        """
+        if self.version_step(self.version) != self.step:
+            # The next version makes room.
+            return False
+        incomplete = Counter(m.born for group in self._gaps.values() for m in group.members if m.on_way)
+        coming = self._on_their_way - incomplete
+        handed, step = self._handed[self.step + 1], self.step + 1
+        if handed >= bound.rows_per_step:
+            return False
+        return not coming or not admission.may_train(
+            bound, born=min(coming), step=step, handed=handed, on_their_way=self._on_their_way
+        )
 
     def _may_train(self, bound: Admission, row: Row, step: int, picked: dict[int, Row]) -> bool:
         on_their_way = self._on_their_way - Counter(other.born for other in picked.values())
@@ -238,6 +259,8 @@ class Rows(Table):
         wanted = tuple(sorted(lease.rows)) if rows is None else tuple(rows)
         if lost := [row for row in wanted if row not in lease.rows]:
             raise LeaseExpired(f"lease {lease_id} of {lease.stage} no longer holds rows {lost[:8]}")
+        if len(set(wanted)) != len(wanted):
+            raise LeaseExpired(f"lease {lease_id} of {lease.stage}: a row is named twice in {wanted[:8]}")
         return lease, wanted
 
     def written_before(self, lease_id: int, rows: Sequence[int]) -> bool:
@@ -259,8 +282,6 @@ class Rows(Table):
         lease, rows = self.held(lease_id, session, rows)
         if self.stages[lease.stage].trains:
             raise UnknownName(f"stage {lease.stage} is ended by commit, not by write")
-        if len(set(rows)) != len(rows):
-            raise LeaseExpired(f"write to lease {lease_id}: a row is named twice")
         return Written(at, lease_id, lease.stage, tuple(rows), tuple(oldest), tuple(tokens))
 
     def release(

@@ -14,9 +14,10 @@ from .messages import Announce, Heartbeat, Hello, Member, Membership
 class Sessions:
     """All live sessions, and an epoch that moves when somebody joins, leaves, announces or is fenced."""
 
-    def __init__(self, session_seconds: float) -> None:
+    def __init__(self, session_seconds: float, *, epoch: int = 0) -> None:
+        """`epoch`: where to start; a broker that restarts must not repeat one that somebody waits for to pass."""
         self.session_seconds = session_seconds
-        self.epoch = 0
+        self.epoch = epoch
         self._members: dict[str, Member] = {}
         self._deadlines: dict[str, float] = {}
 
@@ -32,9 +33,13 @@ class Sessions:
         """A session that held leases before a restart: keep them until it is back or late."""
         self._deadlines.setdefault(session, now + self.session_seconds)
 
+    def is_open(self, session: str) -> bool:
+        """Whether somebody has said Hello under this name and has not left or been lost."""
+        return session in self._members
+
     def require(self, session: str) -> None:
         """Raise SessionLost unless the session is open."""
-        if session not in self._members:
+        if not self.is_open(session):
             raise SessionLost(f"session {session} is not open here")
 
     def beat(self, now: float, session: str, beat: Heartbeat) -> None:
@@ -70,6 +75,10 @@ class Sessions:
     def name(self, session: str) -> str:
         """What to call a session in a message."""
         return self._members[session].name if session in self._members else f"session {session}"
+
+    def absent(self) -> list[str]:
+        """Sessions that held leases before a restart and have not come back."""
+        return [session for session in self._deadlines if session not in self._members]
 
     def late(self, now: float) -> list[str]:
         """The sessions whose heartbeat is overdue."""

@@ -161,6 +161,8 @@ def _load_rows(rows: Rows, state: State) -> None:
         if row.step is None:
             rows._enter_way(row)
         rows._count(row)
+    for group in groups.values():
+        rows._note_gap(group)
 
 
 def _load_leases(rows: Rows, state: State, now: float) -> None:

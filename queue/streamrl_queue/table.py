@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from .config import Flow, Stage
+from .config import ANY, Flow, Stage
 from .errors import UnknownName
 from .events import (
     Committed,
@@ -43,9 +43,12 @@ class Table:
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self.stages: dict[str, Stage] = {stage.name: stage for stage in flow.stages}
-        self.writer = {column: stage.name for stage in flow.stages for column in stage.writes}
-        # Stage → the stages whose columns it reads.
-        self._needs = {s.name: frozenset(self.writer.get(c, TASK) for c in s.reads) - {TASK} for s in flow.stages}
+        self.writer = {column: stage.name for stage in flow.stages for column in stage.writes if column != ANY}
+        # Stage → the stages that it builds on.
+        self._needs = {
+            s.name: frozenset(self.writer.get(c, TASK) for c in s.reads) - {TASK} | frozenset(s.after)
+            for s in flow.stages
+        }
         self._by_split: dict[str, tuple[Stage, ...]] = {}
         self._trains = next((stage.name for stage in flow.stages if stage.trains), "")
         self.rows: dict[int, Row] = {}
@@ -70,6 +73,8 @@ class Table:
         self.step = 0
         self._next_row = self._next_group = self._next_lease = 1
         self._admitted = self._lost = 0
+        # Admitted groups with members that have not started, or must start again.
+        self._gaps: dict[int, Group] = {}
         self._waiting_rollout = 0
         # Step → rows trained in all steps up to it. Step 0 trained none.
         self._trained_through: dict[int, int] = {0: 0}
@@ -170,6 +175,9 @@ class Table:
                 self._leave_way(row)
         for row in rows:
             self._recount(row)
+            self._note_gap(row.group)
+        if stage.trains:
+            self._touch_bound()
 
     def _apply_written(self, event: Written, record: int) -> None:
         stage = self.stages[event.stage]
@@ -212,6 +220,9 @@ class Table:
                 spent.append(row)
             else:
                 self._advance(row)
+        for id in event.rows:
+            if id in self.rows:
+                self._note_gap(self.rows[id].group)
         self._end(spent, "dead", f"{stage.name}: {event.reason}")
 
     def _apply_version_committed(self, event: VersionCommitted) -> None:
@@ -223,6 +234,7 @@ class Table:
     def _apply_committed(self, event: Committed) -> None:
         self.step = event.step
         self._step_rows[event.step] = event.rows
+        self._stage_counts[self._trains]["written"] += len(event.rows)
         for id in event.rows:
             row = self.rows[id]
             self._end_lease(row, self._trains)
@@ -243,6 +255,8 @@ class Table:
         for step in [step for step in self._step_rows if step > event.step]:
             back.extend(self._step_rows.pop(step))
             self._trained_through.pop(step)
+        if back:
+            self._stage_counts[self._trains]["written"] -= len(back)
         self.step = event.step
         for lease in [lease for lease in self.leases.values() if lease.stage == self._trains]:
             for id in tuple(lease.rows):
@@ -266,6 +280,12 @@ class Table:
             self._recount(member)
             for stage in (self.stages[name] for name in member.ready if self.stages[name].admits):
                 self._enqueue(stage, member)
+
+    def _note_gap(self, group: Group) -> None:
+        if group.admitted and any(member.born == UNBORN for member in group.members):
+            self._gaps[group.id] = group
+        else:
+            self._gaps.pop(group.id, None)
 
     def _touch_bound(self) -> None:
         """There may be room again under the staleness bound: to start, and to overtake."""
@@ -407,6 +427,7 @@ class Table:
         """The row leaves the table, and with the last of its group the group's key is one of the past."""
         del self.rows[row.id]
         row.group.members.remove(row)
+        self._note_gap(row.group)
         for place in row.places.values():
             self._release(place)
         if not row.group.members:

@@ -33,6 +33,7 @@ from streamrl_queue import (
     wire,
     work_flow,
 )
+from streamrl_queue.batches import encode
 from streamrl_queue.errors import (
     AddressError,
     DeadlineExceeded,
@@ -40,6 +41,7 @@ from streamrl_queue.errors import (
     QueueFull,
     RewardError,
     SchemaError,
+    StreamRLError,
     UnknownName,
 )
 from streamrl_queue.nursery import open_nursery
@@ -360,6 +362,85 @@ def test_foreign_and_damaged_bytes_are_dropped_and_service_goes_on(tmp_path: Pat
             stranger.close()
 
     run(body, tmp_path)
+
+
+def test_a_request_that_cannot_work_is_refused_and_neither_kills_the_broker_nor_is_recorded(tmp_path: Path) -> None:
+    async def body(path: Path) -> None:
+        async with queue_at(path) as (broker, queue):
+            with pytest.raises(SchemaError, match="members: expected 1 to 65535"):
+                await queue.put(tasks(1), members=0)
+            absurd = (
+                messages.PutTasks(("a",), 0, "train", 0, {}, 0.0),
+                messages.PutTasks(("a",), -3, "train", 0, {}, float("nan")),
+                messages.LeaseRows("rollout", 0, 1, 0.0, None, None, True, None),
+            )
+            for request in absurd:
+                with pytest.raises(StreamRLError):
+                    await queue._rpc.exchange(request, encode(schema.task_batch(tasks(1))), deadline=5)
+            for wait in (float("nan"), float("-inf"), -1.0):
+                with pytest.raises(ValueError, match="wait: expected 0 or more seconds"):
+                    await queue.lease("rollout", rows=1, wait=wait)
+                ask = messages.LeaseRows("rollout", 1, 1, wait, None, None, True, None)
+                assert (await queue._rpc.call(ask, deadline=5)).rows == ()
+            assert (await queue.statistics()).tasks == 0
+            assert broker.protocol_errors == 0
+        async with open_broker(FLOW, path / "journal", bind=f"ipc://{path}/q.sock") as again:
+            assert again.rows.statistics().tasks == 0
+
+    run(body, tmp_path)
+
+
+def test_payloads_with_flipped_bits_under_a_good_digest_are_refused_as_schema_errors(tmp_path: Path) -> None:
+    async def body(path: Path) -> None:
+        async with queue_at(path) as (_, queue):
+            honest = encode(schema.task_batch(tasks(3))).to_pybytes()
+            rng = random.Random(2)
+            outcomes = {"stored": 0, "refused": 0}
+            for number in range(400):
+                damaged = bytearray(honest)
+                for _ in range(rng.randint(1, 3)):
+                    damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+                ask = messages.PutTasks((f"{number}/a", f"{number}/b", f"{number}/c"), 1, "eval", 0, {}, 0.0)
+                try:
+                    await queue._rpc.exchange(ask, bytes(damaged), deadline=5)
+                    outcomes["stored"] += 1
+                except (SchemaError, QueueFull):
+                    outcomes["refused"] += 1
+            (await queue.statistics()).check()
+            assert outcomes["refused"] > 50
+
+    run(body, tmp_path, seconds=60)
+
+
+def test_followers_of_the_membership_hear_of_changes_after_a_restart_at_once(tmp_path: Path) -> None:
+    async def body(path: Path) -> None:
+        async with queue_at(path) as (_, queue):
+            for _ in range(20):
+                await queue.announce(ready=True)
+            old = (await queue.members()).epoch
+        async with queue_at(path) as (_, queue):
+            started = trio.current_time()
+            assert (await queue.members(after=old, wait=20)).epoch != old
+            assert trio.current_time() - started < 5
+
+    run(body, tmp_path)
+
+
+def test_a_resumed_run_gives_rows_of_dead_processes_back_without_counting_a_delivery(tmp_path: Path) -> None:
+    async def body(path: Path) -> None:
+        for _ in range(5):
+            with running(path) as broker:
+                async with TransferQueue.connect(broker.address, name="coordinator") as queue:
+                    await queue.put(tasks(1), members=4)
+                    if not (await queue.versions()):
+                        await publish(queue)
+                    await queue.release_absent()
+                    lease = await queue.lease("rollout", rows=4)
+                    assert lease is not None
+                    assert [row.attempt for row in lease.rows] == [1] * 4
+                    broker.kill()
+
+    run(body, tmp_path, seconds=90)
 
 
 def test_another_key_gets_no_answer_and_says_so_by_its_deadline(tmp_path: Path) -> None:
