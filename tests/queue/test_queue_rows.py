@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from streamrl_queue import snapshot
 from streamrl_queue.config import Flow, QueueConfig, training_flow
-from streamrl_queue.errors import LeaseExpired, QueueError, SchemaError, StepConflict, VersionConflict
+from streamrl_queue.errors import LeaseExpired, QueueError, StepConflict, VersionConflict
 from streamrl_queue.events import Event, Granted
 from streamrl_queue.rows import Rows
 from streamrl_queue.table import Table
@@ -390,7 +390,7 @@ def test_a_group_that_loses_members_is_compared_without_them_or_dropped_when_too
     assert driver.rows.statistics().dropped == {"error_env": 4, "group_too_small": 1}
 
 
-def test_a_group_is_written_whole_because_a_part_would_wait_for_ever() -> None:
+def test_the_rest_of_a_group_that_was_written_in_part_is_ready_again() -> None:
     driver = Driver(flow())
     driver.publish(0)
     driver.put("a")
@@ -398,9 +398,12 @@ def test_a_group_is_written_whole_because_a_part_would_wait_for_ever() -> None:
     driver.run_through("reward")
     lease = driver.lease("advantage", session="a")
     assert lease
-    with pytest.raises(SchemaError, match=r"advantage: groups are written whole; rows \[2, 3, 4\] are missing"):
-        driver.write(lease, lease.rows[:1])
-    driver.write(lease)
+    driver.write(lease, lease.rows[:1])
+    driver.do(*driver.rows.end_session(0.0, "a", "killed"))
+    rest = driver.lease("advantage", session="b")
+    assert rest
+    assert rest.rows == lease.rows[1:]
+    driver.write(rest)
     assert driver.rows.statistics().stages["learn"].ready == MEMBERS
 
 
