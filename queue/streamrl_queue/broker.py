@@ -27,10 +27,10 @@ import trio
 from . import messages as m
 from . import snapshot, wire
 from .batches import Part, RowKeys, decode, gather
-from .config import ANY, Durability, Flow, Stage
+from .config import ANY, Durability, Flow, Recovery, Stage
 from .errors import JournalError, MessageTooLarge, ProtocolError, QueueFull, SchemaError, SessionLost, StreamRLError
 from .events import Dropped, Event, Granted, Moved
-from .journal import Damaged, Journal, Recovery
+from .journal import Damaged, Journal
 from .nursery import open_nursery
 from .rows import Rows
 from .rpc import Forget

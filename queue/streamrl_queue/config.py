@@ -12,6 +12,7 @@ from .schema import ADVANTAGE_COLUMNS, REWARD_COLUMNS, TRAJECTORY_COLUMNS
 
 Durability = Literal["fsync", "flush", "memory"]
 OnStale = Literal["wait", "drop", "keep"]
+Recovery = Literal["stop", "skip"]
 
 # As a column: all of them.
 ANY: Final = "*"
@@ -78,6 +79,9 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seconds without a heartbeat after which a process counts as gone and its leases end."""
     segment_mebibytes: int = 64
     """Size of one journal file in MiB."""
+    recovery: Recovery = "stop"
+    """What damaged columns in the journal do when a run is resumed: `stop` refuses and names file, byte and rows,
+    `skip` drops those rows as `journal_damage` and goes on."""
 
     def __post_init__(self) -> None:
         for field in (

@@ -24,19 +24,18 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import trio
 from blake3 import blake3
 
-from .config import Durability
+from .config import Durability, Recovery
 from .errors import JournalError
 from .events import Event
 
 log = logging.getLogger(__name__)
 
-Recovery = Literal["stop", "skip"]
 Buffer = bytes | bytearray | memoryview
 
 MAGIC: Final = 0x53524C32
@@ -262,7 +261,7 @@ class Journal:
                 if self._recovery == "stop":
                     raise JournalError(
                         f"the columns in {place} are damaged ({type(record.event).__name__} of rows "
-                        f"{getattr(record.event, 'rows', ())}); recover with 'skip' to give those rows up"
+                        f"{getattr(record.event, 'rows', ())}); queue.recovery=skip gives those rows up"
                     )
                 yield Damaged(record.event, number, place)
         if self._segments:

@@ -88,20 +88,3 @@ def unseal(frames: Sequence[Buffer], key: bytes | None) -> tuple[Envelope, Buffe
     if envelope.protocol != PROTOCOL:
         raise ProtocolError(f"expected protocol {PROTOCOL}, got {envelope.protocol}; both sides need one release")
     return envelope, frames[2] if len(frames) == 3 else None
-
-
-def read_key(text: str | None) -> bytes | None:
-    """A 32-byte key from its 64 hexadecimal digits.
-
-    Raises:
-        ProtocolError: when the text is no such key.
-    """
-    if text is None:
-        return None
-    try:
-        key = bytes.fromhex(text)
-    except ValueError:
-        key = b""
-    if len(key) != 32:
-        raise ProtocolError("key: expected 64 hexadecimal digits (32 bytes)")
-    return key
