@@ -42,13 +42,25 @@ def write_base(config: RunConfig, agent: Agent, base: Path) -> None:
         (base / "config.json").write_text(text + "\n")
 
 
-def copy_model(source: Path, base: Path) -> None:
-    """Take the files of a Hugging Face model directory; weights are linked, not copied."""
+def model_weights(source: Path) -> list[Path]:
+    """The safetensors of a Hugging Face model directory.
+
+    Raises:
+        ConfigError: there is no such directory, or it lacks a file.
+    """
+    if not source.is_dir():
+        raise ConfigError(f"model.path: expected a model's directory on this machine, found none at {source.resolve()}")
     missing = [name for name in WANTED if not (source / name).is_file()]
     weights = sorted(source.glob("*.safetensors"))
     if missing or not weights:
         lacking = ", ".join(missing or ["*.safetensors"])
         raise ConfigError(f"model.path: {source} is no model directory with safetensors: it lacks {lacking}")
+    return weights
+
+
+def copy_model(source: Path, base: Path) -> None:
+    """Take the files of a Hugging Face model directory; weights are linked, not copied."""
+    weights = model_weights(source)
     for file in source.iterdir():
         if file.suffix in (".json", ".jinja", ".txt", ".model"):
             shutil.copyfile(file, base / file.name)

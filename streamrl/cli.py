@@ -21,7 +21,14 @@ OK, FAILED, REFUSED = 0, 1, 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (0 done, 1 failed, 2 refused before anything was started)."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.version:
+        print(f"streamrl {_version()}")
+        return OK
+    if options.command is None:
+        parser.print_help()
+        return OK
     try:
         return int(options.command(options))
     except StreamRLError as error:
@@ -37,24 +44,46 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="streamrl", description="Asynchronous reinforcement learning for language-model agents."
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     launch = commands.add_parser("launch", help="run a training job on this machine")
     _configured(launch)
     launch.add_argument("--name", help="name of the run, and of its directory below `runs`")
-    launch.add_argument("--dry-run", action="store_true", help="print configuration and roles, start nothing")
-    launch.add_argument("--resume", action="store_true", help="continue the run of this name")
+    launch.add_argument("--dry-run", action="store_true", help="check, print configuration and roles, start nothing")
+    launch.add_argument("--resume", action="store_true", help="continue it, with its own configuration")
     launch.set_defaults(command=_launch)
 
     config = commands.add_parser("config", help="print the resolved configuration")
     _configured(config)
-    config.add_argument("--explain", action="store_true", help="print every key with type, default and meaning")
+    config.add_argument(
+        "--explain",
+        nargs="?",
+        const="",
+        metavar="KEY",
+        help="print every key, or KEY and those below it, with type, default, value in the file and meaning",
+    )
     config.set_defaults(command=_config)
 
     queue = commands.add_parser("queue", help="run one queue broker alone, or look at a queue")
     _served(queue)
     serve = add_queue_actions(queue).add_parser("serve", help="run one broker alone, as without an action")
     _served(serve)
+
+    simulate = commands.add_parser("simulate", help="the queue under faults, on virtual time; checks all invariants")
+    simulate.add_argument("--seed", default="0", metavar="S", help="a seed, or FIRST:END for many")
+    simulate.add_argument("--engines", type=int, default=2, metavar="N")
+    simulate.add_argument("--producers", type=int, default=2, metavar="N")
+    simulate.add_argument("--hours", type=float, default=0.05, metavar="H", help="virtual hours with faults")
+    simulate.add_argument(
+        "--faults", default="random", help="random (the seed decides), all, none, or NAME=N,… (weights and rates)"
+    )
+    simulate.add_argument(
+        "--at", action="append", default=[], metavar="SECOND:FAULT:PROCESS[:SECONDS]", help="one fault; may be repeated"
+    )
+    simulate.add_argument("--jobs", type=int, default=1, metavar="N", help="processes, for many seeds")
+    simulate.set_defaults(command=_simulate)
 
     status = commands.add_parser("status", help="who waits on whom in a live run")
     status.add_argument("run", metavar="RUN", help="name or directory of the run")
@@ -68,7 +97,20 @@ def _served(queue: argparse.ArgumentParser) -> None:
     queue.add_argument("--bind", metavar="ADDRESS", help="for example tcp://127.0.0.1:7001")
     queue.add_argument("--dir", type=Path, help="directory of the journal")
     queue.add_argument("--durability", choices=("fsync", "flush", "memory"), default="flush")
+    queue.add_argument(
+        "--stages",
+        type=lambda text: tuple(text.split(",")),
+        default=("work",),
+        metavar="NAME,…",
+        help="what is done to every row, in this order; each stage reads all columns and may write any (default: work)",
+    )
     queue.add_argument("--key-file", type=Path, help="file with a key of 32 bytes; clients need it too")
+    queue.add_argument(
+        "--recovery",
+        choices=("stop", "skip"),
+        default="stop",
+        help="damaged columns in the journal: refuse to start, or drop their rows (default: stop)",
+    )
     queue.set_defaults(command=_queue)
 
 
@@ -86,22 +128,39 @@ def _resolved(options: argparse.Namespace) -> RunConfig:
 def _launch(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .runtime import plan, rundir
+    from .runtime import plan, preflight, rundir
 
-    config = _resolved(options)
+    named = options.name is not None or any(o.startswith("name=") for o in options.overrides)
+    own = options.resume and options.config is None
+    config = _resumed(options, named) if own else _resolved(options)
+    run, said = rundir.choose(config, resume=options.resume, named=named or own)
+    config = run.configured(config)
     if options.dry_run:
+        preflight.check_inputs(config, run)
         print(_yaml(config), end="")
         print(f"# roles: {', '.join(plan.role_names(config))}")
         return OK
-    named = options.name is not None or any(o.startswith("name=") for o in options.overrides)
-    plain_resume = options.resume and options.config is None and not options.overrides
-    run, said = rundir.choose(config, resume=options.resume, named=named, trust=plain_resume)
     if said:
         print(said, flush=True)
 
     from .runtime import launcher
 
-    return launcher.launch(run.configured(config), run, resume=options.resume, console=Console())
+    return launcher.launch(config, run, resume=options.resume, console=Console())
+
+
+def _resumed(options: argparse.Namespace, named: bool) -> RunConfig:
+    """The run's own configuration with the overrides on top."""
+    import msgspec
+
+    from .config import find_file, load_file
+    from .runtime.rundir import to_resume
+
+    where = [o for o in options.overrides if o.startswith(("name=", "runs="))]
+    place = load_file(find_file(None), where, name=options.name)
+    run = to_resume(place, named=named)
+    config = load_file(run.config, options.overrides, name=run.path.name)
+    # It may have been started from another directory.
+    return msgspec.structs.replace(config, runs=place.runs)
 
 
 def _yaml(config: RunConfig) -> str:
@@ -111,14 +170,28 @@ def _yaml(config: RunConfig) -> str:
 
 
 def _config(options: argparse.Namespace) -> int:
-    if options.explain:
-        from .config import RunConfig
-        from .explain import explanation
+    if options.explain is not None and "=" in options.explain:
+        options.overrides.insert(0, options.explain)
+        options.explain = ""
+    config = _resolved(options)
+    if options.explain is None:
+        print(_yaml(config), end="")
+        return OK
+    from .config import RunConfig, find_file, plain
+    from .explain import explanation
 
-        print(explanation(RunConfig))
-    else:
-        print(_yaml(_resolved(options)), end="")
+    source = "here" if options.overrides else find_file(options.config).name
+    print(explanation(RunConfig, options.explain, values=plain(config), source=source))
     return OK
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("streamrl")
+    except PackageNotFoundError:
+        return "from a checkout that is not installed"
 
 
 def _queue(options: argparse.Namespace) -> int:
@@ -126,7 +199,29 @@ def _queue(options: argparse.Namespace) -> int:
         raise ConfigError("queue: expected --bind ADDRESS and --dir DIRECTORY, or an action; see streamrl queue --help")
     from .runtime.alone import run_broker
 
-    return run_broker(options.bind, options.dir, options.durability, options.key_file, partial(print, flush=True))
+    return run_broker(
+        options.bind,
+        options.dir,
+        options.durability,
+        options.key_file,
+        partial(print, flush=True),
+        stages=options.stages,
+        recovery=options.recovery,
+    )
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from .simulation import runner
+
+    settings = runner.Options(
+        engines=options.engines,
+        producers=options.producers,
+        hours=options.hours,
+        faults=options.faults,
+        script=tuple(options.at),
+    )
+    passed = runner.run(settings, runner.parse_seeds(options.seed), options.jobs, partial(print, flush=True))
+    return OK if passed else FAILED
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from streamrl_producers.config import EmbeddedEngine, RolloutConfig
 from streamrl_queue.config import Flow, QueueConfig, training_flow
 from streamrl_queue.errors import ConfigError
 
-from .settings import apply_override, build, parse_yaml, plain, to_yaml
+from .settings import apply_override, build, parse_yaml, plain, set_value, to_yaml
 from .tracking import Tracker
 
 
@@ -153,21 +153,31 @@ def tag(struct: msgspec.Struct) -> str:
     return str(struct.__struct_config__.tag)
 
 
-def resolve(data: Mapping[str, Any], overrides: Sequence[str] = (), *, name: str | None = None) -> RunConfig:
+Overrides = Sequence[str] | Mapping[str, Any]
+"""`key.sub=value` each, the value in YAML; or values by dotted key."""
+
+
+def resolve(data: Mapping[str, Any], overrides: Overrides = (), *, name: str | None = None) -> RunConfig:
     """The configuration that nested mappings, dotted overrides and a name come to, checked.
 
     Raises:
         ConfigError: an unknown key, a wrong value, or a contradiction.
     """
     merged = copy.deepcopy(dict(data))
-    for override in overrides:
-        apply_override(merged, override)
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides: expected a list of key.sub=value or a mapping, got {overrides!r}")
+    if isinstance(overrides, Mapping):
+        for key, value in overrides.items():
+            set_value(merged, key, copy.deepcopy(value), f"override {key}")
+    else:
+        for override in overrides:
+            apply_override(merged, override)
     if name is not None:
         merged["name"] = name
     return check(build(RunConfig, merged))
 
 
-def load_file(path: Path, overrides: Sequence[str] = (), *, name: str | None = None) -> RunConfig:
+def load_file(path: Path, overrides: Overrides = (), *, name: str | None = None) -> RunConfig:
     """The configuration in a YAML file; see `resolve`."""
     try:
         text = path.read_text()

@@ -1,21 +1,25 @@
 """Every configuration key with its type, default and meaning, read from the structs themselves.
 
-The meaning of a key is the string under its field.
+The meaning of a key is the string under its field. A key that all kinds of a union share is told once; the keys of a
+list's items are written `list[].key`.
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import inspect as types
 
-from .settings import variants
+from streamrl_queue.errors import ConfigError
+
+from .settings import items, variants
 
 
 class Key(NamedTuple):
@@ -69,9 +73,19 @@ def _keys(info: types.StructType, prefix: str, kind: str) -> Iterator[Key]:
             yield Key(f"{path}.{tag_field}", tags, default, meaning or _summary(structs[0].cls), kind)
         elif not structs:
             yield Key(path, _name(field.type), _default(field, ()), meaning, kind)
-        for struct in structs:
-            below = f"{tag_field}: {struct.tag}" if tag_field and len(structs) > 1 else kind
-            yield from _keys(struct, f"{path}.", below)
+        yield from _below(structs, f"{path}.", kind)
+        yield from _below(items(field.type), f"{path}[].", kind)
+
+
+def _below(structs: Sequence[types.StructType], prefix: str, kind: str) -> Iterator[Key]:
+    """The keys of all `structs`, each once: `kind` says for which of them, when it is not for all."""
+    found: dict[Key, list[str]] = {}
+    for struct in structs:
+        for key in _keys(struct, prefix, ""):
+            found.setdefault(key, []).append(str(struct.tag))
+    for key, tags in found.items():
+        when = kind if len(tags) == len(structs) else f"{structs[0].tag_field}: {' | '.join(tags)}"
+        yield key._replace(kind=key.kind or when)
 
 
 def _summary(kind: type) -> str:
@@ -87,9 +101,15 @@ def _default(field: types.Field, structs: tuple[types.StructType, ...]) -> str:
     for struct in structs:
         if type(value) is struct.cls:
             return str(struct.tag)
+    return _text(msgspec.to_builtins(value))
+
+
+def _text(value: Any) -> str:
     if isinstance(value, str):
         return value or '""'
-    return "null" if value is None else str(msgspec.to_builtins(value))
+    if isinstance(value, tuple):
+        return str(list(value))
+    return "null" if value is None else str(value)
 
 
 _SIMPLE = {
@@ -113,16 +133,55 @@ def _name(info: types.Type) -> str:
         return f"[{', '.join(_name(part) for part in info.item_types)}]"
     if isinstance(info, types.DictType):
         return f"{_name(info.key_type)} to {_name(info.value_type)}"
+    if isinstance(info, types.StructType):
+        return f"{{{info.tag_field}: {info.tag}}}" if info.tag_field else "keys and values"
     return _SIMPLE.get(type(info), type(info).__name__.removesuffix("Type").lower())
 
 
-def explanation(kind: type[msgspec.Struct]) -> str:
-    """All keys as text: one line `key  type  (default)`, the meaning indented under it."""
+def explanation(
+    kind: type[msgspec.Struct], below: str = "", *, values: Mapping[str, Any] | None = None, source: str = "here"
+) -> str:
+    """Keys as text: one line `key: type (default)`, the meaning indented under it.
+
+    Args:
+        kind: the struct whose keys they are.
+        below: only this dotted key and those below it; all when it is empty.
+        values: a configuration as nested mappings; a value that is not the default is told, as the one in `source`.
+        source: the name of that configuration.
+
+    Raises:
+        ConfigError: there is no such key; names the nearest.
+    """
     lines = []
-    for key in keys(kind):
+    for key in _only(list(keys(kind)), below):
         when = f"  [{key.kind}]" if key.kind else ""
         default = "required" if key.default == "required" else f"default {key.default}"
-        lines.append(f"{key.path}: {key.type} ({default}){when}")
+        given = _text(_at(values or {}, key.path, key.default))
+        told = f"{default}, {source}: {given}" if given != key.default else default
+        lines.append(f"{key.path}: {key.type} ({told}){when}")
         if key.meaning:
             lines.append(textwrap.fill(key.meaning, 100, initial_indent="    ", subsequent_indent="    "))
     return "\n".join(lines)
+
+
+def _only(found: list[Key], below: str) -> list[Key]:
+    chosen = [key for key in found if not below or key.path == below or key.path.startswith((f"{below}.", f"{below}["))]
+    if not chosen:
+        paths = [key.path for key in found]
+        leaves = {path.rpartition(".")[2]: path for path in paths}
+        near = [
+            *difflib.get_close_matches(below, paths, 1),
+            *(leaves[n] for n in difflib.get_close_matches(below, leaves, 1)),
+        ]
+        hint = f"; did you mean {near[0]}?" if near else "; without a key, all of them are explained"
+        raise ConfigError(f"--explain: there is no key {below}{hint}")
+    return chosen
+
+
+def _at(values: Any, path: str, otherwise: Any) -> Any:
+    """The value at a dotted path; `otherwise` where these values have no such key."""
+    for part in path.split("."):
+        if not (isinstance(values, Mapping) and part in values):
+            return otherwise
+        values = values[part]
+    return values

@@ -63,20 +63,29 @@ def apply_override(data: dict[str, Any], override: str) -> None:
         ConfigError: when it is not of that form, or passes through something that has no keys.
     """
     key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
+    if not equals or not all(key.strip().split(".")):
         raise ConfigError(f"override {override!r}: expected key.sub=value, for example learner.steps=20")
+    set_value(data, key.strip(), parse_yaml(text, f"override {override!r}"), f"override {override!r}")
+
+
+def set_value(data: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Set the dotted `key` in `data`. `where` names the option in the error.
+
+    Raises:
+        ConfigError: when the key passes through something that has no keys.
+    """
+    parts = key.split(".")
     here = data
     for depth, part in enumerate(parts[:-1]):
         below = here.setdefault(part, {})
         if not isinstance(below, dict):
             path = ".".join(parts[: depth + 1])
             raise ConfigError(
-                f"override {override!r}: {path} is {below!r} and has no key {parts[depth + 1]}; "
+                f"{where}: {path} is {below!r} and has no key {parts[depth + 1]}; "
                 f"write {path}={{...}} with all its keys"
             )
         here = below
-    here[parts[-1]] = parse_yaml(text, f"override {override!r}")
+    here[parts[-1]] = value
 
 
 def build(kind: type[T], data: Mapping[str, Any]) -> T:
@@ -105,15 +114,21 @@ def variants(info: types.Type) -> tuple[types.StructType, ...]:
     return ()
 
 
+def items(info: types.Type) -> tuple[types.StructType, ...]:
+    """The structs that an item of this list type may be; none for anything else."""
+    return variants(info.item_type) if isinstance(info, types.ListType | types.VarTupleType) else ()
+
+
 def known_paths(info: types.StructType, prefix: str = "") -> Iterator[str]:
     """Every dotted key below `info`, of all kinds."""
     for field in info.fields:
         path = f"{prefix}{field.name}"
         yield path
-        for struct in variants(field.type):
-            if struct.tag_field:
-                yield f"{path}.{struct.tag_field}"
-            yield from known_paths(struct, f"{path}.")
+        for structs, below in ((variants(field.type), f"{path}."), (items(field.type), f"{path}[].")):
+            for struct in structs:
+                if struct.tag_field:
+                    yield f"{below}{struct.tag_field}"
+                yield from known_paths(struct, below)
 
 
 def _checked(info: types.StructType, data: Any, path: str, known: Sequence[str]) -> dict[str, Any]:
@@ -179,9 +194,15 @@ def _default_tag(field: types.Field, structs: tuple[types.StructType, ...]) -> A
 
 def _unknown(info: types.StructType, path: str, key: str, known: Sequence[str]) -> str:
     own = [field.name for field in info.fields]
-    if info.tag_field and path in known:
+    if info.tag_field and re.sub(r"\[\d+\]", "[]", path) in known:
+        parent = path.rpartition(".")[0]
+        needed = [f"{field.name}: …" for field in info.fields if field.required]
+        whole = f"{parent}={{{', '.join([f'{info.tag_field}: {info.tag}', *needed])}}}"
+        # An item of a list has no override of its own.
+        advice = "" if parent.endswith("]") else f"; where a file sets it, write {whole} to replace the whole block"
         return (
-            f"{path}: {info.tag_field}: {info.tag} has no key {key} and would ignore it; its keys are {', '.join(own)}"
+            f"{path}: {info.tag_field}: {info.tag} has no key {key} and would ignore it; its keys are "
+            f"{', '.join(own) or 'none'}; leave {key} out{advice}"
         )
     near = difflib.get_close_matches(key, own, n=1, cutoff=0.6)
     prefix = path[: len(path) - len(key)]
@@ -202,16 +223,13 @@ def _did_you_mean(name: str, among: Mapping[Any, Any]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def first_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """The first dotted key in which two nested mappings differ, with both values; None when they are equal."""
-    if not (isinstance(a, Mapping) and isinstance(b, Mapping)):
-        return None if a == b else (path, a, b)
-    for key in [*a, *(key for key in b if key not in a)]:
-        below = f"{path}.{key}" if path else str(key)
-        found = first_difference(a.get(key), b.get(key), below)
-        if found:
-            return found
-    return None
+def differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The dotted keys in which two nested mappings differ, with both values."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in [*a, *(key for key in b if key not in a)]:
+            yield from differences(a.get(key), b.get(key), f"{path}.{key}" if path else str(key))
+    elif a != b:
+        yield path, a, b
 
 
 def plain(struct: msgspec.Struct) -> dict[str, Any]:

@@ -27,8 +27,11 @@ import importlib.util
 import inspect
 import random
 import sys
+import sysconfig
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -55,6 +58,9 @@ Outcome = float | Mapping[str, float] | None
 class Agent(ABC):
     """Plays tasks. Stateless between episodes: each `play` makes its own environment."""
 
+    # Where a sampler would have been found, as an advice.
+    _sampler_place = "write a static method task(rng) in the class"
+
     def __init__(self, name: str, source: object, toolbox: Toolbox) -> None:
         self.name = name
         self.tools: list[ToolSchema] = toolbox.schemas
@@ -79,7 +85,10 @@ class Agent(ABC):
             ConfigError: when the agent has no `task` sampler, or it does not return a dict.
         """
         if self._sampler is None:
-            raise ConfigError(f"{self.name}: expected a function task(rng) -> dict that samples tasks; it has none")
+            raise ConfigError(
+                f"{self.name}: expected a function task(rng) -> dict that samples tasks, found none; "
+                f"{self._sampler_place}, or name one with tasks.sampler=file.py:function"
+            )
         task = self._sampler(rng)
         if not isinstance(task, dict):
             raise ConfigError(f"{self.name}.task: expected a dict, got {type(task).__name__}")
@@ -89,12 +98,14 @@ class Agent(ABC):
 class FunctionAgent(Agent):
     """`async def my_agent(task, chat) -> float`. Its module's `task` and `demonstrate` belong to it."""
 
+    _sampler_place = "write task(rng) at module level beside it"
+
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         super().__init__(name, sys.modules.get(function.__module__), Toolbox())
         self._function = function
 
     async def play(self, task: dict[str, Any], chat: Chat) -> Outcome:
-        outcome: Outcome = await self._function(task, chat)
+        outcome: Outcome = await Caller().call(self._function, task, chat)
         return outcome
 
 
@@ -110,9 +121,9 @@ class ClassAgent(Agent):
 
     async def play(self, task: dict[str, Any], chat: Chat) -> Outcome:
         caller = Caller(inline=self._inline)
-        environment = await caller.call(self._kind)
+        environment = await self._call(chat, caller, "__init__", self._kind)
         try:
-            reply = await chat.say(await caller.call(environment.reset, task))
+            reply = await chat.say(await self._call(chat, caller, "reset", environment.reset, task))
             while reply.tool_calls and not getattr(environment, "done", False):
                 results = await chat.run_tools(reply.tool_calls, self._toolbox, caller, environment)
                 if not getattr(environment, "done", False):
@@ -125,10 +136,20 @@ class ClassAgent(Agent):
 
     async def _reward(self, environment: Any, caller: Caller, task: dict[str, Any], chat: Chat) -> Outcome:
         known = {"answer": chat.answer, "messages": chat.messages, "task": task}
-        outcome: Outcome = await caller.call(environment.reward, **{name: known[name] for name in self._wanted})
+        wanted = {name: known[name] for name in self._wanted}
+        outcome: Outcome = await self._call(chat, caller, "reward", environment.reward, **wanted)
         if outcome is None:
             raise EnvironmentFailed(f"{self.name}.reward: expected a number, or numbers by name; got None")
         return outcome
+
+    async def _call(
+        self, chat: Chat, caller: Caller, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The result of a method that is not a tool, within the deadline of one; past it the episode ends."""
+        seconds = chat.limits.tool_seconds
+        with trio.move_on_after(seconds):
+            return await caller.call(function, *args, **kwargs)
+        raise chat.end("error_timeout", f"{self.name}.{name} took longer than {seconds:g} s (tool_seconds)")
 
     async def _close(self, environment: Any, caller: Caller) -> None:
         if hasattr(environment, "close"):
@@ -155,7 +176,7 @@ def load_object(spec: str) -> Any:
     """What `module:Name` or `path/to/file.py:Name` names.
 
     Raises:
-        ConfigError: when there is no such module, file or name.
+        ConfigError: when there is no such module, file or name, or when importing it fails.
     """
     place, colon, name = spec.rpartition(":")
     if not (colon and place and name):
@@ -169,12 +190,34 @@ def load_object(spec: str) -> Any:
 
 
 def _load_module(name: str) -> ModuleType:
+    with _imported(name):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+                raise  # the module is there, but something that it imports is not: that is its own error
+            raise ConfigError(f"{name}: no such module; for a file, write path/to/file.py:Name") from error
+
+
+@contextmanager
+def _imported(place: str) -> Iterator[None]:
+    """What the user's code raises while it is imported becomes a ConfigError with file, line and the error."""
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise  # the module is there, but something that it imports is not: that is its own error
-        raise ConfigError(f"{name}: no such module; for a file, write path/to/file.py:Name") from error
+        yield
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # supervision edge: the module is the user's code
+        raise ConfigError(f"{place} cannot be imported: {place_of(error)}") from error
+
+
+def place_of(error: BaseException) -> str:
+    """`file:line: Error: message`, for the innermost line that is neither Python's own nor an installed package's."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    foreign = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<frozen", __file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(foreign)]
+    where = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+    return f"{where}{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -191,7 +234,8 @@ def _load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module  # type hints are resolved through it
     try:
-        specification.loader.exec_module(module)
+        with _imported(str(path)):
+            specification.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

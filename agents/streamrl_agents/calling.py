@@ -5,16 +5,21 @@ producer's heartbeat and every other episode go on, and a deadline can leave the
 back costs about 0.1 ms of CPU. An environment whose methods only compute says so with `inline = True` and is
 called directly. That is a promise and not a guess from earlier timings, because a method that was fast a
 thousand times and then hangs on a socket would stop the whole process, beyond the reach of any deadline.
+
+The user's code ends its own call and nothing else: `sys.exit` in it (argparse!) is an error like any other.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import trio
+
+from streamrl_queue.errors import EnvironmentFailed
 
 
 class Caller:
@@ -28,14 +33,19 @@ class Caller:
         self._tokens = trio.CapacityLimiter(2)
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The function's result; its errors are raised as they are."""
-        if inspect.iscoroutinefunction(function):
-            return await function(*args, **kwargs)
-        if self.inline:
-            result = function(*args, **kwargs)
-        else:
-            result = await self._in_thread(partial(function, *args, **kwargs))
-        return await result if inspect.isawaitable(result) else result
+        """The function's result; its errors are raised as they are.
+
+        Raises:
+            EnvironmentFailed: when it raised what would end the process: SystemExit, KeyboardInterrupt and the like.
+        """
+        with contained():
+            if inspect.iscoroutinefunction(function):
+                return await function(*args, **kwargs)
+            if self.inline:
+                result = function(*args, **kwargs)
+            else:
+                result = await self._in_thread(partial(function, *args, **kwargs))
+            return await result if inspect.isawaitable(result) else result
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         try:
@@ -43,3 +53,26 @@ class Caller:
         except trio.Cancelled:
             self.left_behind += 1
             raise
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """The user's code runs in here. What it raises is an Exception afterwards; trio's cancellation passes through."""
+    try:
+        yield
+    except (Exception, trio.Cancelled, GeneratorExit):
+        raise
+    except BaseExceptionGroup as group:
+        cancelled, failed = group.split(trio.Cancelled)
+        if failed is None:
+            raise
+        error = _failure(failed)
+        if cancelled is None:
+            raise error from group
+        raise BaseExceptionGroup(group.message, [cancelled, error]) from group
+    except BaseException as error:  # supervision edge: the user's code must not end the process
+        raise _failure(error) from error
+
+
+def _failure(error: BaseException) -> EnvironmentFailed:
+    return EnvironmentFailed(f"raised {error!r}")

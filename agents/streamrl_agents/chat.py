@@ -7,6 +7,7 @@ hidden by code that catches the error and goes on, because a chat that has ended
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -21,6 +22,7 @@ from .calling import Caller
 from .config import Limits
 from .conversation import Conversation
 from .parsing import ToolCall, ToolFormat
+from .template import LONG_CHARACTERS
 from .tools import Toolbox
 
 
@@ -60,6 +62,8 @@ class Chat:
         self.fault: Exception | None = None  # of the engine, not of the episode
         self.tool_calls = 0
         self.tool_errors = 0
+        self.tool_error: str | None = None  # of the last tool that failed
+        self.tool_texts_cut = 0
         self.parse_errors = 0
         self.limits = limits
         self._conversation = conversation
@@ -92,13 +96,15 @@ class Chat:
     async def tool_results(self, results: Sequence[str]) -> Message:
         """Send the results of the last turn's tool calls, one for each and in their order; get the model's turn.
 
+        Of a text longer than `max_tool_characters` the end is sent, behind a marker.
+
         Raises:
             ValueError: when their number differs.
             LimitReached: as `say`.
         """
         if len(results) != self._answers_due:
             raise ValueError(f"results: expected {self._answers_due}, one for each tool call, got {len(results)}")
-        return await self._turn([{"role": "tool", "content": text} for text in results])
+        return await self._turn([{"role": "tool", "content": self._end_of(text)} for text in results])
 
     async def run_tools(
         self, calls: Sequence[ToolCall], tools: Toolbox, caller: Caller, environment: object = None
@@ -120,14 +126,24 @@ class Chat:
         seconds = self.limits.tool_seconds
         result = await tools.call(call, caller, environment=environment, seconds=seconds)
         self.parse_errors += result.kind == "bad_call"
-        self.tool_errors += result.kind == "failed"
+        if result.kind == "failed":
+            self.tool_errors += 1
+            self.tool_error = f"tool {call.name}: {result.text.removeprefix('error: ')}"
         self.tool_calls += result.kind != "bad_call"
         return result.text
+
+    def _end_of(self, text: str) -> str:
+        """A tool's text, or the end of it where it is too long: what stands last there is the result or the reason."""
+        excess = len(text) - self.limits.max_tool_characters
+        if excess <= 0:
+            return text
+        self.tool_texts_cut += 1
+        return f"[{excess} characters cut]{text[excess:]}"
 
     async def _turn(self, messages: Sequence[Mapping[str, Any]]) -> Message:
         self._check_turns()
         self._conversation.add(*messages)
-        text, reason = await self._sample(self._prompt())
+        text, reason = await self._sample(await self._prompt())
         if reason != "stop":
             self.status = "truncated_length" if reason == "length" else "aborted"
             return Message(text, (), reason)
@@ -141,10 +157,13 @@ class Chat:
         if self._conversation.turns >= self.limits.max_turns:
             raise self.end("truncated_turns", f"the model has had its {self.limits.max_turns} turns (max_turns)")
 
-    def _prompt(self) -> npt.NDArray[np.int32]:
+    async def _prompt(self) -> npt.NDArray[np.int32]:
         """The context of the next turn, with room for one id at least."""
+        prompt = partial(self._conversation.prompt, at_most=self.limits.max_tokens - 1)
         try:
-            return self._conversation.prompt(at_most=self.limits.max_tokens - 1)
+            if self._conversation.added_characters < LONG_CHARACTERS:
+                return prompt()
+            return await trio.to_thread.run_sync(prompt)
         except LimitReached as error:
             status = "truncated_length" if self._conversation.turns else "truncated_prompt"
             raise self.end(status, f"{error} (max_tokens)") from error

@@ -14,7 +14,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     `max_turns` counts the model's turns. `max_turn_tokens` bounds the ids sampled in one turn, `max_tokens` all
     ids of the row, prompts and tool results included. A turn deadline covers one `generate`, a tool deadline
-    one call of an environment's tool, the episode deadline everything from the constructor to the reward.
+    one call into the environment (constructor, reset, tool or reward), the episode deadline everything from the
+    constructor to the reward. A tool's text that is longer than `max_tool_characters` (Unicode code points) loses its
+    beginning: results and the reasons of errors stand at the end. A marker says how much is gone.
 
     Raises:
         ConfigError: when a limit is not positive.
@@ -23,6 +25,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_turns: int = 8
     max_turn_tokens: int = 512
     max_tokens: int = 4096
+    max_tool_characters: int = 16384
     turn_seconds: float = 120.0
     tool_seconds: float = 30.0
     episode_seconds: float = 600.0

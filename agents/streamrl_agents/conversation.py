@@ -72,6 +72,7 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         self.turns = 0
         self.tokens_sampled = 0
+        self.added_characters = 0  # of messages that are not tokens yet
         self._template = template
         self._tools = tools
         self._rewrites = rewrites
@@ -102,12 +103,14 @@ class Conversation:
     def add(self, *messages: MessageDict) -> None:
         """Add messages that the policy did not sample. They become tokens at the next `prompt`."""
         self.messages.extend(dict(message) for message in messages)
+        self.added_characters += sum(len(str(message.get("content") or "")) for message in messages)
 
     def prompt(self, at_most: int | None = None) -> npt.NDArray[np.int32]:
         """Record what is new and return the ids of the current segment, `[tokens]`, read-only.
 
         Raises:
-            LimitReached: when the row would hold more than `at_most` tokens; nothing is recorded then.
+            LimitReached: when the row would hold more than `at_most` tokens; nothing is recorded then. Text that
+                cannot fit, however it is split, is not even encoded.
             TemplateError: when the template refuses the messages, or rewrote history and that is refused.
         """
         rendered = self._render(self._first, self._skip)
@@ -116,12 +119,14 @@ class Conversation:
         if fork:
             self._refuse_if_asked(rendered)
             rendered = self._render(0, 0)
+        self._check_characters(len(rendered) - (known or 0), at_most)
         new = np.asarray(self._template.encode(rendered[known or 0 :]), np.int32)
         self._check_length(len(new), at_most)
         if fork or not self._starts:
             self._starts.append(len(self))
         self._arrays.append(new, 0, np.full(len(new), np.nan, np.float32))
         self._anchor(rendered)
+        self.added_characters = 0
         tokens = self._arrays.tokens()[self._starts[-1] :]
         tokens.flags.writeable = False
         return tokens
@@ -203,6 +208,12 @@ class Conversation:
             if len(prefix) > differs:
                 return i
         return len(window) - 1
+
+    def _check_characters(self, new: int, at_most: int | None) -> None:
+        if at_most is not None and new > (at_most - len(self)) * self._template.longest_token:
+            raise LimitReached(
+                f"the prompt adds {new} characters to {len(self)} tokens of the row, at most {at_most} tokens fit"
+            )
 
     def _check_length(self, new: int, at_most: int | None) -> None:
         if at_most is not None and len(self) + new > at_most:

@@ -7,14 +7,13 @@ handle).
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Mapping
 from typing import Any, Final
 
 import trio
 
-from streamrl_queue.errors import EnvironmentFailed, ToolFailed
+from streamrl_queue.errors import ToolFailed
 from streamrl_queue.schema import Trajectory
 
 from .agent import Agent, Outcome
@@ -22,6 +21,7 @@ from .chat import Chat, GenerateFn
 from .config import Limits
 from .conversation import Conversation
 from .parsing import tool_format as format_named
+from .rewards import checked
 from .template import ChatTemplate
 
 __all__ = ["GenerateFn", "Limits", "run_episode"]
@@ -43,7 +43,8 @@ async def run_episode(
     """Play one task.
 
     `sampling` describes the distribution that `generate` samples from; it is stored with the log-probabilities.
-    The outcome of several named parts is their sum; the parts are kept in `metrics` as `reward/<name>`.
+    The outcome of several named parts is their sum; the parts are kept in `metrics` as `reward/<name>`. A tool that
+    raised ends no episode; `error` tells the last of these where nothing worse happened.
 
     Raises:
         ConfigError: for an unknown `tool_format`.
@@ -56,7 +57,7 @@ async def run_episode(
         status=chat.status,
         sampling=dict(sampling),
         outcome=None if outcome is None else sum(outcome.values()),
-        error=chat.error,
+        error=_end_of(chat.error or chat.tool_error or "") or None,
         metrics=_metrics(chat, conversation, outcome or {}),
     )
 
@@ -66,25 +67,25 @@ async def _play(agent: Agent, task: dict[str, Any], chat: Chat) -> dict[str, flo
     seconds = chat.limits.episode_seconds
     try:
         with trio.move_on_after(seconds):
-            return _parts(agent, await agent.play(task, chat))
+            return _parts(await agent.play(task, chat))
         chat.end("error_timeout", f"the episode took longer than {seconds:g} s (episode_seconds)")
     except Exception as error:  # supervision edge: an environment's failure is its row's status, not the run's
         if chat.fault is not None:
             raise chat.fault from None
         if chat.status == "completed":
             status = "error_tool" if isinstance(error, ToolFailed) else "error_env"
-            chat.end(status, _text(error))
+            chat.end(status, "".join(traceback.format_exception(error)))
     return None
 
 
-def _parts(agent: Agent, outcome: Outcome) -> dict[str, float] | None:
+def _parts(outcome: Outcome) -> dict[str, float] | None:
     if outcome is None:
         return None
-    parts = outcome if isinstance(outcome, Mapping) else {"": outcome}
-    for name, value in parts.items():
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise EnvironmentFailed(f"{agent.name}: reward {name}: expected a finite number, got {value!r}")
-    return {name: float(value) for name, value in parts.items()}
+    if not isinstance(outcome, Mapping):
+        return {"": checked(outcome, "reward")}
+    parts = {name: checked(value, f"reward {name}") for name, value in outcome.items()}
+    checked(sum(parts.values()), "reward, the sum of its parts")
+    return parts
 
 
 def _metrics(chat: Chat, conversation: Conversation, parts: Mapping[str, float]) -> dict[str, float]:
@@ -93,6 +94,7 @@ def _metrics(chat: Chat, conversation: Conversation, parts: Mapping[str, float])
         "tool_calls": chat.tool_calls,
         "tool_errors": chat.tool_errors,
         "parse_errors": chat.parse_errors,
+        "tool_texts_cut": chat.tool_texts_cut,
         "tokens_sampled": conversation.tokens_sampled,
         "forks": conversation.forks,
     }
@@ -100,7 +102,6 @@ def _metrics(chat: Chat, conversation: Conversation, parts: Mapping[str, float])
     return {name: float(value) for name, value in counts.items()} | rewards
 
 
-def _text(error: Exception) -> str:
-    """The end of the traceback, where the reason is; marked when the beginning is missing."""
-    text = "".join(traceback.format_exception(error))
+def _end_of(text: str) -> str:
+    """The end of an error's text, where the reason is; marked when the beginning is missing."""
     return text if len(text) <= MAX_ERROR_CHARS else f"[…]{text[-MAX_ERROR_CHARS:]}"

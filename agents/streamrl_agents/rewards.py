@@ -14,6 +14,9 @@ A row that was cut by a limit (`truncated_*`) is scored. Its environment was nev
 outcome counts as 0: right for tasks that verify an answer, because no answer is a wrong one. A row that failed
 (`error_*`, `aborted`) says nothing about the policy: it is dropped with its status as the reason and leaves its
 group's baseline. A row whose scoring raises is dropped as `error_reward`, never scored 0.
+
+A reward is a finite number within ±MAX_REWARD. A bool is none: `reward` that returns a comparison has mostly
+forgotten something, and a truth is written as 1.0.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from streamrl_queue.errors import ConfigError, LeaseExpired, RewardError
 from streamrl_queue.schema import reward_batch
 
 from .agent import load_object
+from .calling import contained
 from .config import RewardConfig
 from .template import ChatTemplate
 
@@ -41,12 +45,28 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger(__name__)
 
 OUTCOME: Final = "outcome"
+# Float32 holds squares of these, summed over any group; a mean or a loss of what is larger could overflow.
+MAX_REWARD: Final = 1e6
 # A lease request waits in the broker; this bounds how stale the worker's own report of its activity can be.
 LEASE_WAIT_SECONDS: Final = 5.0
 _PLAIN: Final = ("env", "outcome", "status", "turns", "metrics", "error", "sampling", "tokens", "mask", "task")
 _DERIVED: Final = {"answer": ("tokens", "mask"), "text": ("tokens",)}
 
 Function = Callable[..., float]
+
+
+def checked(value: Any, what: str) -> float:
+    """A reward, or one part of it, as a float.
+
+    Raises:
+        RewardError: naming `what`, when it is a bool, no number, not finite, or larger than MAX_REWARD.
+    """
+    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not number or not -math.inf < value < math.inf:
+        raise RewardError(f"{what}: expected a finite float, got {value!r}")
+    if abs(value) > MAX_REWARD:
+        raise RewardError(f"{what}: expected a float from {-MAX_REWARD:g} to {MAX_REWARD:g}, got {value!r}; scale it")
+    return float(value)
 
 
 class Scorer:
@@ -80,17 +100,14 @@ class Scorer:
         """The reward of a row, and each part's value before its weight.
 
         Raises:
-            RewardError: when a part is not a finite number.
+            RewardError: when a part, or their weighted sum, is not a finite number within MAX_REWARD.
             Exception: whatever a user's function raised.
         """
         parts = {name: self._part(name, row) for name in self._weights}
-        return sum(self._weights[name] * value for name, value in parts.items()), parts
+        return checked(sum(self._weights[name] * value for name, value in parts.items()), "reward"), parts
 
     def _part(self, name: str, row: Mapping[str, Any]) -> float:
-        value = self._outcome(row) if name == OUTCOME else self._call(name, row)
-        if not isinstance(value, int | float | np.number) or not math.isfinite(value):
-            raise RewardError(f"{name}: expected a finite number, got {value!r} (row of status {row['status']})")
-        return float(value)
+        return checked(self._outcome(row) if name == OUTCOME else self._call(name, row), name)
 
     def _outcome(self, row: Mapping[str, Any]) -> float | None:
         outcome: float | None = row["outcome"]
@@ -181,7 +198,7 @@ async def _score(scorer: Scorer, row: Mapping[str, Any], seconds: float) -> tupl
     try:
         if scorer.built_in:
             return scorer.score(row)
-        with trio.fail_after(seconds):
+        with trio.fail_after(seconds), contained():
             return await trio.to_thread.run_sync(scorer.score, row, abandon_on_cancel=True)
     except Exception as error:  # supervision edge: a scorer's failure costs its row, and is never a reward
         log.exception("row %s could not be scored", row["row"])

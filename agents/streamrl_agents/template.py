@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 MessageDict = Mapping[str, Any]  # {"role": …, "content": …}, what chat templates read
 ToolSchema = dict[str, Any]  # OpenAI style: {"type": "function", "function": {…}}
+
+# From so many characters on (about 5 ms), a text is encoded without holding Python's lock. Whoever runs an event
+# loop then encodes in a worker thread, and heartbeats and everything else go on meanwhile.
+LONG_CHARACTERS: Final = 10_000
 
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 # What a loop's body may mention beside its own message and still depend on nothing before or after it.
@@ -77,6 +82,11 @@ class ChatTemplate:
             )
         return cls(tokenizer, _source(folder, settings), stop_ids=stops, variables=variables)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters that one id can stand for at most; text longer than `n` times this needs more than `n` ids."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
     def render(self, messages: Sequence[MessageDict], tools: Sequence[ToolSchema] = (), generate: bool = False) -> str:
         """The text of a conversation; with `generate`, up to where the model's next turn begins.
 
@@ -99,7 +109,10 @@ class ChatTemplate:
 
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text. Nothing is added: the template has written every special token itself."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if len(text) < LONG_CHARACTERS:
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        else:  # of the encoding methods only those of batches release the lock
+            ids = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

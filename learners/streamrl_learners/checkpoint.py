@@ -1,14 +1,17 @@
 """Checkpoints that exist whole or not at all.
 
     checkpoints/step-00000010/   files of torch.distributed.checkpoint: weights, optimiser moments
-                   COMPLETE      written last: the step, and every file with its size
+                   COMPLETE      written last: the step, and every file with its size and BLAKE3 digest
 
-A directory without a COMPLETE that fits its files is a crash that was caught in the act: it is never read, and
-replaced when its step is saved again. DCP unpickles its own metadata, so only the run's own directory is read.
+A directory without a COMPLETE that fits its files is a crash that was caught in the act, or damaged: it is never
+read, and replaced when its step is saved again. Sizes tell which checkpoints are kept; a checkpoint to resume from
+is read whole and must have its digests, or the one before it is taken. DCP unpickles its own metadata, so only the
+run's own directory is read.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -18,14 +21,20 @@ from typing import Any, Final
 
 import msgspec
 import torch
+from blake3 import blake3
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from streamrl_queue.errors import ConfigError
+
 from .files import replace_file, sync
 from .model import WEIGHTS, save_tensors
 from .ranks import Ranks
+
+log: Final = logging.getLogger(__name__)
 
 MARKER: Final = "COMPLETE"
 # What an export replaces by its own weights.
@@ -33,11 +42,18 @@ WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth")
 WEIGHT_INDEX: Final = ".index.json"
 
 
+class Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one file of a checkpoint holds; `blake3` in hexadecimal."""
+
+    bytes: int
+    blake3: str
+
+
 class Complete(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The marker of a complete checkpoint. `files` maps names to sizes in bytes."""
+    """The marker of a complete checkpoint. `files` maps names to contents."""
 
     step: int
-    files: dict[str, int]
+    files: dict[str, Content]
 
 
 class Checkpoints:
@@ -49,13 +65,19 @@ class Checkpoints:
         self._ranks = ranks
 
     def newest(self) -> int | None:
-        """The step of the newest complete checkpoint."""
-        found = complete_steps(self.directory)[-1:] if self._ranks.leads else []
+        """The step of the newest sound checkpoint: complete, and every byte as it was written.
+
+        Names those that are newer and not sound in warnings.
+        """
+        found = self._newest_sound() if self._ranks.leads else []
         answer = self._ranks.share(found if self._ranks.leads else None)
         return answer[0] if answer else None
 
-    def save(self, step: int, policy: nn.Module, optimiser: torch.optim.Optimizer) -> None:
-        """Write weights, moments and step; when this returns, all of it survives a power loss."""
+    def save(self, step: int, policy: nn.Module, optimiser: torch.optim.Optimizer) -> int:
+        """Write weights, moments and step; when this returns, all of it survives a power loss.
+
+        Returns the step of the oldest checkpoint that stays: rows of later steps are still needed to go on from it.
+        """
         path = self._path(step)
         if self._ranks.leads:
             self._remove(path)
@@ -67,17 +89,32 @@ class Checkpoints:
             _complete(path, step)
             for old in complete_steps(self.directory)[: -self._keep]:
                 self._remove(self._path(old))
-        self._ranks.barrier()
+        kept = complete_steps(self.directory)[:1] if self._ranks.leads else None
+        return self._ranks.share(kept)[0]
 
     def load(self, step: int, policy: nn.Module, optimiser: torch.optim.Optimizer) -> None:
-        """Put weights and moments back as they were after `step`, whatever the number of ranks was then."""
+        """Put weights and moments back as they were after `step`, whatever the number of ranks was then.
+
+        Raises:
+            ConfigError: when they do not fit this model and optimiser, or torch cannot read them.
+        """
         state = _state(policy, optimiser)
-        with _alone_on_purpose():
+        with _alone_on_purpose(), _named(self._path(step)):
             load(state, checkpoint_id=self._path(step), no_dist=self._ranks.world == 1)
-        set_state_dict(policy, optimiser, model_state_dict=state["model"], optim_state_dict=state["optimiser"])
+            set_state_dict(policy, optimiser, model_state_dict=state["model"], optim_state_dict=state["optimiser"])
+
+    def _newest_sound(self) -> list[int]:
+        """One step, or none."""
+        for path in sorted(self.directory.glob("step-*"), reverse=True):
+            marker = read_marker(path)
+            flaw = "is not complete" if marker is None else _flaw(path, marker)
+            if marker is not None and flaw is None:
+                return [marker.step]
+            log.warning("checkpoint %s %s; the one before it is used", path, flaw)
+        return []
 
     def _path(self, step: int) -> Path:
-        return self.directory / f"step-{step:08d}"
+        return self.directory / _name(step)
 
     @staticmethod
     def _remove(path: Path) -> None:
@@ -96,6 +133,20 @@ def _alone_on_purpose() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What torch raises while it reads a checkpoint becomes one error that names it."""
+    try:
+        yield
+    except (CheckpointException, RuntimeError, KeyError, ValueError) as error:
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        reason = "; ".join(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause in causes))
+        raise ConfigError(
+            f"{path}: expected a checkpoint of this model and optimiser, which torch can load; got {reason}; "
+            "resume with the model settings that it was written with, or remove it to go on from the one before"
+        ) from error
+
+
 def complete_steps(directory: Path) -> list[int]:
     """The steps of all complete checkpoints in `directory`, ascending."""
     found = (read_marker(path) for path in directory.glob("step-*"))
@@ -103,13 +154,29 @@ def complete_steps(directory: Path) -> list[int]:
 
 
 def read_marker(path: Path) -> Complete | None:
-    """The marker of the checkpoint at `path`, when it is there and every file has the size that it tells."""
+    """The marker of the checkpoint at `path`, when it is there, its own and every file has the size that it tells."""
     try:
         marker = msgspec.json.decode((path / MARKER).read_bytes(), type=Complete)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
     sizes = {name: (path / name).stat().st_size for name in marker.files if (path / name).exists()}
-    return marker if sizes == marker.files else None
+    told = {name: content.bytes for name, content in marker.files.items()}
+    return marker if path.name == _name(marker.step) and sizes == told else None
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _flaw(path: Path, marker: Complete) -> str | None:
+    """What is wrong with a checkpoint whose files have their sizes."""
+    changed = (name for name, content in marker.files.items() if _digest(path / name) != content.blake3)
+    name = next(changed, None)
+    return name and f"is damaged: {name} is not what was written (BLAKE3)"
+
+
+def _digest(file: Path) -> str:
+    return blake3(max_threads=1).update_mmap(file).hexdigest()
 
 
 def _complete(path: Path, step: int) -> None:
@@ -119,7 +186,8 @@ def _complete(path: Path, step: int) -> None:
         sync(file)
     sync(path)
     sync(path.parent)
-    marker = Complete(step, {str(file.relative_to(path)): file.stat().st_size for file in files})
+    contents = {str(file.relative_to(path)): Content(file.stat().st_size, _digest(file)) for file in files}
+    marker = Complete(step, contents)
     replace_file(path / MARKER, msgspec.json.encode(marker))
 
 

@@ -148,7 +148,7 @@ class LearnerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     learning_rate: Annotated[float, Meta(ge=0)] = 2e-3
     """Peak learning rate of AdamW."""
     warmup_steps: Count = 5
-    """Steps over which the learning rate rises linearly to its peak."""
+    """Steps over which the learning rate rises linearly to its peak; at most all steps of the run."""
     final_learning_rate_share: Share = 0.2
     """Share of the peak that the learning rate falls to, linearly, over the whole run."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
@@ -212,11 +212,6 @@ def problems(
         found.append(
             f"algorithm.normalise_length: {algorithm.normalise_length} has no effect with "
             f"algorithm.normalise: {algorithm.normalise}; remove it or use constant"
-        )
-    if learner.warmup_steps > learner.steps:
-        found.append(
-            f"learner.warmup_steps: {learner.warmup_steps} exceeds learner.steps: {learner.steps}: "
-            "the learning rate would never reach its peak"
         )
     return (*found, *_kernel_problems(learner, model), *_model_problems(model))
 

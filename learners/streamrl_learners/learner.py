@@ -70,7 +70,7 @@ def run_learner(
         seed: of fresh weights and of the warm start.
         should_stop: asked between micro-batches; a partial step is given back, the last whole one checkpointed.
         emit: gets one dict per step, on the leader.
-        resume: go on from the newest complete checkpoint of `run_dir`.
+        resume: go on from the newest sound checkpoint of `run_dir`.
         serve_after: after the last step, keep bringing the last version to joining engines until `should_stop`.
         host: address under which engines reach the leader for a transfer.
         key: key of the engines' RPC.
@@ -87,6 +87,8 @@ def run_learner(
     policy = shard(policy, ranks, config.device)
     publisher = Publisher(queue, config, ranks, should_stop=should_stop, host=host, key=key)
     run = _training(queue, ranks, policy, publisher, config, algorithm, run_dir, should_stop, emit)
+    if resume:
+        queue.report("loads the checkpoint")
     reached = run.ledger.resume() if resume else 0
     queue.report("waits for engines")
     publisher.publish(policy, reached)
@@ -114,6 +116,7 @@ def _policy(
     should_stop: Callable[[], bool],
 ) -> Policy | None:
     """The policy at step 0, warm-started by the leader unless it was before; None after a stop request. Collective."""
+    queue.report("makes the model" if isinstance(model, TinyModel) else "loads the model")
     policy = build(model, model_dir, seed, config)
     weights = model_dir / WEIGHTS
     stopped = False

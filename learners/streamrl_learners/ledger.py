@@ -1,7 +1,8 @@
 """What survives a step, and in which order: commit, checkpoint, marker, retire.
 
-A crash between any two of these is healed by `resume`: the newest complete checkpoint says which steps count, and the
-queue makes all rows ready again that were trained after it.
+A crash between any two of these is healed by `resume`: the newest sound checkpoint says which steps count, and the
+queue makes all rows ready again that were trained after it. Rows are retired through the oldest checkpoint that is
+kept, so that a run can go on from each of them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+
+from streamrl_queue.errors import LeaseExpired
 
 from .checkpoint import Checkpoints
 from .model import Policy
@@ -42,7 +45,7 @@ class Ledger:
         self._saved = 0
 
     def resume(self) -> int:
-        """Go back to the newest complete checkpoint, or to the start; the step that was reached. Collective."""
+        """Go back to the newest sound checkpoint, or to the start; the step that was reached. Collective."""
         step = self._checkpoints.newest() or 0
         if step:
             self._checkpoints.load(step, self._policy, self._adamw)
@@ -52,9 +55,22 @@ class Ledger:
         return step
 
     def commit(self, step: int, rows: Sequence[int]) -> None:
-        """These rows were trained in `step`."""
-        if self._ranks.leads:
+        """These rows were trained in `step`.
+
+        Raises:
+            LeaseExpired: when the queue gave them away meanwhile; the weights hold them already, so this step can
+                neither be counted nor repeated, and only a checkpoint leads on.
+        """
+        if not self._ranks.leads:
+            return
+        try:
             self._queue.commit(step, rows)
+        except LeaseExpired as error:
+            raise LeaseExpired(
+                f"step {step}: the queue gave the step's rows away, because learner-0 was silent for longer than "
+                "queue.session_seconds (its process stood still, or its machine had no time for it); go on from the "
+                f"last checkpoint with --resume, and raise queue.session_seconds when it happens again ({error})"
+            ) from error
 
     def checkpoint_if_due(self, step: int) -> None:
         """`checkpoint`, every so many steps. Collective."""
@@ -62,10 +78,10 @@ class Ledger:
             self.checkpoint(step)
 
     def checkpoint(self, step: int) -> None:
-        """Write a checkpoint unless `step` has one; once it is durable, retire the rows it covers. Collective."""
+        """Write a checkpoint unless `step` has one; once durable, retire what no kept one needs. Collective."""
         if step == self._saved:
             return
-        self._checkpoints.save(step, self._policy, self._adamw)
+        oldest = self._checkpoints.save(step, self._policy, self._adamw)
         self._saved = step
         if self._ranks.leads:
-            self._queue.retire(step)
+            self._queue.retire(oldest)

@@ -49,7 +49,7 @@ def train(run: Training, first: int, last: int) -> int:
             return step - 1
         report = run.optimiser.step(step)  # token-mean is exact: sums are divided here
         run.ledger.commit(step, run.stream.rows(step))
-        run.ledger.checkpoint_if_due(step)  # and retire the rows that it covers
+        run.ledger.checkpoint_if_due(step)  # and retire rows that no kept one needs
         run.publisher.publish(run.policy, step)  # gather now; broadcast, verify, commit overlap the next step
         run.reporter.step(step, report, idle_seconds=run.stream.idle_seconds)
         run.progress.note(step, report)

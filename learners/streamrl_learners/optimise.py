@@ -66,7 +66,7 @@ class Optimiser:
     def _schedule(self, step: int) -> float:
         """The learning rate of step 1, 2, …: up to the peak in `warmup_steps`, down to its share at the last step."""
         c = self._config
-        warm = min(1.0, step / c.warmup_steps) if c.warmup_steps else 1.0
+        warm = min(1.0, step / min(c.warmup_steps, c.steps)) if c.warmup_steps else 1.0
         return c.learning_rate * warm * (1 - (1 - c.final_learning_rate_share) * (step - 1) / c.steps)
 
     @staticmethod

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from streamrl_queue.errors import ConfigError
+
 # A rank that has heard nothing from the others for this long gives up. The leader says something at least
 # every `linger_seconds` while it waits for rows, so only a warm start or a checkpoint can take long: minutes.
 SILENCE_SECONDS: Final = 600.0
@@ -24,8 +26,14 @@ class Ranks:
 
     @classmethod
     def join(cls, rank: int, world: int, store: str | None, device: str) -> Ranks:
-        """Form the default process group at `store` (`host:port`, hosted by rank 0). `device`: cpu or cuda."""
+        """Form the default process group at `store` (`host:port`, hosted by rank 0). `device`: cpu or cuda.
+
+        Raises:
+            ConfigError: `device` is cuda and this machine has none.
+        """
         if device == "cuda":
+            if not torch.cuda.is_available():
+                raise ConfigError("learner.device: cuda, but torch finds no CUDA device here; use learner.device=cpu")
             torch.cuda.set_device(rank % torch.cuda.device_count())
         if world > 1:
             assert store is not None

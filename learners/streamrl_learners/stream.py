@@ -119,7 +119,10 @@ class Stream:
     def _next_round(self, step: int) -> tuple[pa.RecordBatch | None, Round]:
         """Ask the queue once (leader), or hear what the leader got."""
         if not self._ranks.leads:
-            return None, Round.decode(self._ranks.share(None))
+            self._queue.report(f"waits for the leader's rows of step {step}")
+            word = Round.decode(self._ranks.share(None))
+            self._queue.report(f"trains step {step}")
+            return None, word
         lease = None if self._should_stop() else self._lease(step)
         if lease:
             self._leases.append(lease)

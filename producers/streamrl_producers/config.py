@@ -67,10 +67,13 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Most tokens sampled in one assistant turn."""
     max_tokens: int = 2048
     """Most tokens of one row: prompt, tool texts and answers together."""
+    max_tool_characters: int = 16384
+    """Most characters of one tool's text. A longer one loses its beginning; a marker says how much, and the row's
+    metric `tool_texts_cut` counts."""
     turn_seconds: float = 120.0
     """Deadline of one assistant turn, in seconds. Waiting for an engine counts."""
     tool_seconds: float = 30.0
-    """Deadline of one call into the environment (tool, reset, reward), in seconds."""
+    """Deadline of one call into the environment (constructor, reset, tool, reward), in seconds."""
     episode_seconds: float = 600.0
     """Deadline of one episode, in seconds; also how long a rollout lease is worked on."""
     slice_tokens: int = 512
@@ -78,7 +81,14 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     costs at most one slice; the engine keeps the session's KV cache between them."""
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "max_turns", "max_turn_tokens", "max_tokens", "slice_tokens"):
+        for name in (
+            "concurrency",
+            "max_turns",
+            "max_turn_tokens",
+            "max_tokens",
+            "max_tool_characters",
+            "slice_tokens",
+        ):
             _require(getattr(self, name) >= 1, f"rollout.{name}", "at least 1", getattr(self, name))
         for name in ("turn_seconds", "tool_seconds", "episode_seconds"):
             _require(getattr(self, name) > 0, f"rollout.{name}", "more than 0 seconds", getattr(self, name))

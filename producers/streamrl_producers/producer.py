@@ -44,6 +44,8 @@ MAX_FAILURES: Final = 3
 # The fleet gives up on a turn before the episode's own deadline does, so that a missing engine is not taken for a
 # slow episode.
 FLEET_SHARE: Final = 0.95
+# What can be wrong with a call: the tool raised, or it was no call that a tool takes.
+CALL_ERRORS: Final = ("tool", "parse")
 # A lease is extended three times in its life, so that one lost message does not end it.
 EXTENSIONS: Final = 3
 
@@ -88,6 +90,7 @@ class Producer:
             max_turns=config.max_turns,
             max_turn_tokens=config.max_turn_tokens,
             max_tokens=config.max_tokens,
+            max_tool_characters=config.max_tool_characters,
             turn_seconds=config.turn_seconds,
             tool_seconds=config.tool_seconds,
             episode_seconds=config.episode_seconds,
@@ -95,6 +98,7 @@ class Producer:
         self._open: dict[int, _Held] = {}  # by lease
         self._failures: Counter[int] = Counter()  # by row, of rows that may come again
         self._active = self._episodes = self._tokens = 0
+        self._call_errors: Counter[str] = Counter()
         self._room = trio.Event()
 
     def __repr__(self) -> str:
@@ -132,8 +136,7 @@ class Producer:
                 trajectory = await self._play(held.lease.id, row, task)
                 await self._queue.write(held.lease, trajectory_batch([row.row], [trajectory]))
                 self._failures.pop(row.row, None)
-                self._episodes += 1
-                self._tokens += len(trajectory.tokens)
+                self._count(trajectory)
             except LeaseExpired as error:
                 log.warning("row %d attempt %d is no longer ours: %s", row.row, row.attempt, error)
             except StreamRLError as error:
@@ -142,6 +145,17 @@ class Producer:
         self._room.set()
         if held.ended(row.row):
             del self._open[held.lease.id]
+
+    def _count(self, trajectory: Trajectory) -> None:
+        """A written episode, and the calls in it that failed: the model saw them, nobody else did."""
+        self._episodes += 1
+        self._tokens += len(trajectory.tokens)
+        for kind in CALL_ERRORS:
+            errors = int(trajectory.metrics.get(f"{kind}_errors", 0))
+            self._call_errors[f"{kind}_errors"] += errors
+            self._call_errors[f"{kind}_error_episodes"] += errors > 0
+        # At once: a heartbeat tells numbers that belong together.
+        self._queue.report(None, episodes=self._episodes, tokens=self._tokens, **self._call_errors)
 
     async def _play(self, lease: int, row: RowKeys, task: dict[str, Any]) -> Trajectory:
         recorded = self._config.sampling(row.split)
@@ -208,9 +222,7 @@ class Producer:
         while True:
             usable = self._fleet.statistics().usable
             activity = "waits for an engine" if not usable else "plays" if self._active else "waits for rows"
-            self._queue.report(
-                activity, episodes=self._episodes, active=self._active, tokens=self._tokens, engines=usable
-            )
+            self._queue.report(activity, active=self._active, engines=usable)
             await trio.sleep(REPORT_SECONDS)
 
 

@@ -33,6 +33,7 @@ RECONNECT_POLL_SECONDS: Final = 0.02
 # Copying a small frame costs less than tracking it.
 COPY_BELOW_BYTES: Final = 1 << 16
 
+SCHEMES: Final = ("tcp://", "ipc://")
 LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 
 
@@ -158,6 +159,8 @@ class ZmqRouter(_Socket):
         Raises:
             AddressError: the address is in use, or public while no key is configured.
         """
+        if not address.startswith(SCHEMES):
+            raise AddressError(f"bind address {address!r}: expected tcp://HOST:PORT or ipc://PATH")
         if not is_local(address) and key is None:
             raise AddressError(f"bind address {address} is reachable from other hosts and needs a key; use 127.0.0.1")
         super().__init__(zmq.ROUTER)

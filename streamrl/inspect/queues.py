@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import trio
 from rich.console import Console
+from rich.text import Text
 
 from streamrl_queue import Receipt, Statistics, TransferQueue, Version, audit, snapshot
 from streamrl_queue.batches import RowKeys
@@ -18,9 +19,10 @@ from streamrl_queue.rows import Rows
 
 from ..runtime.alone import read_key
 from ..runtime.counts import conservation
+from ..runtime.losses import last_line
 from ..runtime.summary import conservation_table
 from .lives import Life, Lives
-from .printing import print_json, print_table, size
+from .printing import print_json, print_table, shown, size
 from .reading import fold, read_lives, task_lines
 from .tables import utc
 from .target import Target, find
@@ -126,9 +128,26 @@ def dead(name: str, rows: int, *, as_json: bool) -> int:
         print_json([dict(zip(names, line, strict=True)) for line in lines])
         return 0
     console = Console()
-    print_table(console, names, lines)
+    for line in lines:
+        _print_lost(console, dict(zip(names, line, strict=True)))
     console.print(f"{len(lines)} of {len(lost)} rows that died or were dropped", style="dim", highlight=False)
     return 0
+
+
+def _print_lost(console: Console, row: Mapping[str, Any]) -> None:
+    """A paragraph for each row: eight columns fit no terminal."""
+    head = Text(f"row {row['row']}", style="bold")
+    attempts = f", attempts: {row['attempts']}" if row["attempts"] else ""
+    head.append(
+        f"  {row['end']}: {row['reason']}  ({row['split']}, {shown(row['at'])} UTC{attempts})", style="not bold"
+    )
+    console.print(head)
+    error = last_line(row["error"]) if row["error"] else None
+    for name, value in (("task", row["task"]), ("key", row["key"]), ("error", error)):
+        if value is not None:
+            line = Text(f"{name:>9}  {value}".replace("\n", "⏎"))
+            line.truncate(console.width, overflow="ellipsis")
+            console.print(line)
 
 
 def _lost(life: Life) -> tuple[Any, ...]:

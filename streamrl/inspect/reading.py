@@ -57,11 +57,13 @@ def read_lives(run: Target | str | os.PathLike[str], *, row: int | None = None) 
     return lives
 
 
-def fold(journal: Path, flow: Flow | None, *, row: int | None = None) -> Lives:
-    """The lives in a journal under `flow`."""
+def fold(
+    journal: Path, flow: Flow | None, *, row: int | None = None, columns: Collection[str] = SMALL_COLUMNS
+) -> Lives:
+    """The lives in a journal under `flow`, with `columns` of every row or all of the group of `row`."""
     lives = Lives(flow, only=row)
     for entry in audit.events(journal):
-        wanted = SMALL_COLUMNS if row is None else None if _concerns(lives, entry, row) else ()
+        wanted = columns if row is None else None if _concerns(lives, entry, row) else ()
         lives.apply(entry.event, record=entry.record, columns=columns_of(entry, wanted))
     return lives
 

@@ -136,7 +136,9 @@ def _what(lives: Lives, life: Life, moment: Moment) -> str:
             version = f", version {_version(lives, moment.version)}" if moment.version else ""
             return f"attempt {moment.attempt}, to {moment.session}{step}{version}"
         case "written":
-            return ", ".join([*_lengths(lives, moment), *_values(lives, life, moment.stage)]) or "columns"
+            return ", ".join([*_lengths(lives, moment), *_values(lives, life, moment.stage)]) or (
+                "evaluated" if moment.stage == "evaluate" else "columns"
+            )
         case "lease ended":
             return f"{moment.cause}: {moment.reason} (attempt {moment.attempt or '–'}, {moment.session or '–'})"
         case "trained":

@@ -6,7 +6,7 @@ import fcntl
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TextIO
@@ -14,7 +14,7 @@ from typing import Final, TextIO
 import trio
 
 from streamrl_queue import open_broker, work_flow
-from streamrl_queue.config import Durability
+from streamrl_queue.config import Durability, Recovery
 from streamrl_queue.errors import ConfigError, JournalError
 
 from .failure import first_error
@@ -46,15 +46,25 @@ def read_key(path: Path | None) -> bytes | None:
     return data
 
 
-def run_broker(bind: str, directory: Path, durability: Durability, key: Path | None, say: Callable[[str], None]) -> int:
+def run_broker(
+    bind: str,
+    directory: Path,
+    durability: Durability,
+    key: Path | None,
+    say: Callable[[str], None],
+    *,
+    stages: Sequence[str] = ("work",),
+    recovery: Recovery = "stop",
+) -> int:
     """Serve until a signal; `say` is told the address once it is bound. The exit code is 0, or 143 for SIGTERM."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     secret = read_key(key)
-    directory.mkdir(parents=True, exist_ok=True)
 
     async def serve() -> int:
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            opened = open_broker(work_flow(), directory, bind=bind, durability=durability, key=secret)
+            opened = open_broker(
+                work_flow(stages), directory, bind=bind, durability=durability, recovery=recovery, key=secret
+            )
             async with opened as broker:
                 address.write(broker.address)
                 address.flush()
@@ -73,7 +83,14 @@ def run_broker(bind: str, directory: Path, durability: Durability, key: Path | N
 @contextmanager
 def _owned(directory: Path) -> Iterator[TextIO]:
     """The open address file of a journal that no other broker has."""
-    with (directory / ADDRESS).open("a+") as file:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        address = (directory / ADDRESS).open("a+")
+    except OSError as error:
+        raise ConfigError(
+            f"--dir {directory}: cannot be used for a journal: {error.strerror}; name a directory that can be written"
+        ) from None
+    with address as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

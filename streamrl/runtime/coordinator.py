@@ -25,20 +25,23 @@ import msgspec
 import trio
 
 from streamrl_agents.agent import load_agent, load_object
+from streamrl_learners.config import TinyModel
 from streamrl_queue import Member, Statistics, TransferQueue
-from streamrl_queue.errors import DeadlineExceeded, UnknownName
+from streamrl_queue.errors import DeadlineExceeded, NoProgress, UnknownName
 
-from ..config import RunConfig, plain
+from ..config import RunConfig, flow_of, plain
 from ..tracking import Sink
 from . import plan, summary
-from .counts import totals
+from .counts import CallErrors, call_errors, totals
 from .evaluation import evaluate
-from .losses import losses_of, too_many
+from .losses import calls_in, lives_in, losses_in, losses_of
 from .panel import Panel, RoleView, Snapshot
 from .rundir import RunDirectory
 from .supervisor import Supervisor, log_tail
 from .tasks import TaskSource
 
+WEIGHTS: Final = "model.safetensors"
+"""What a warm start leaves in `base/`."""
 WATCH_SECONDS: Final = 0.5
 """Heartbeats come once a second; looking twice as often shows each of them."""
 LOST_STEPS: Final = 2
@@ -59,11 +62,15 @@ class Coordinator:
         self.roles = roles
         self.panel = panel
         self.phase = "starting"
+        # What the phase cannot go on without.
+        self.waits = ""
         self.members: dict[str, Member] = {}
         self.statistics: Statistics | None = None
         self.sinks: Sequence[Sink] = ()
         self._metrics = MetricsTail(run.metrics)
         self._busy: list[float] = []
+        # Gauges of every producer session of this launch, those of killed ones too.
+        self._played: dict[str, Mapping[str, float]] = {}
         self._earlier = 0
 
     def __repr__(self) -> str:
@@ -77,18 +84,27 @@ class Coordinator:
         # Rows of an evaluation that was interrupted; another one puts its own.
         await self.queue.end_rows("its evaluation was interrupted", split="eval")
         await self.roles_report_in()
-        self.phase = "warm start"
+        self.enter("warm start" if self._warm_starts() else "waits for weights", "waits for learner-0")
         await self.version_of(0, self.config.supervision.warm_start_seconds)
         if not self._metrics.evaluations:
             await self.evaluate()
-        self.phase = "training"
+        self.enter("training", f"waits for step {self.config.learner.steps} of learner-0")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.feed)
             # The learner has a deadline for its rows and for each publish; it is the one to say who was late.
             await self.version_of(self.config.learner.steps, math.inf)
             nursery.cancel_scope.cancel()
         await self.evaluate()
-        self.phase = "ended"
+
+    def enter(self, phase: str, waits: str) -> None:
+        """The run does something else from now on, for which it waits for somebody else."""
+        self.phase, self.waits = phase, waits
+        self.queue.report(f"{phase}: {waits}")
+
+    def _warm_starts(self) -> bool:
+        """Whether the learner must make the weights before it can publish them."""
+        fresh = isinstance(self.config.model, TinyModel) and not (self.run.base / WEIGHTS).exists()
+        return fresh and load_agent(self.config.env).demonstrate is not None
 
     async def roles_report_in(self) -> None:
         """Wait until every role is a member of the queue.
@@ -100,6 +116,7 @@ class Coordinator:
         wanted = [name for name in self.roles.roles if name != "queue"]
         with trio.move_on_after(seconds):
             while absent := [name for name in wanted if name not in self.members]:
+                self.enter("starting", f"waits for {', '.join(absent)}")
                 await trio.sleep(FEED_SECONDS)
             return
         error = DeadlineExceeded.waiting("a sign of life", ", ".join(absent), seconds)
@@ -122,21 +139,35 @@ class Coordinator:
         """Play the evaluation tasks with the committed weights and note the result in `metrics.jsonl`."""
         if not self.config.tasks.eval_rows:
             return
-        before, self.phase = self.phase, "evaluating"
+        rows: list[int] = []
+        self.enter("evaluating", f"waits for {self.config.tasks.eval_rows} rows of producers and scorers")
         number = len(self._metrics.evaluations)
         result = await evaluate(
             self.queue,
             task_source(self.config, "eval", source=f"eval-{os.getpid()}-{number}"),
             rows=self.config.tasks.eval_rows,
             seconds=self.config.supervision.eval_seconds,
+            put=rows.extend,
         )
         entry = {"event": "eval", **plain(result)}
         with self.run.metrics.open("ab") as file:
             file.write(msgspec.json.encode(entry) + b"\n")
-        failed = f", {result.failed} failed" if result.failed else ""
         self._metrics.evaluations.append(result)
-        self.panel.note(f"greedy evaluation at step {result.step}: {result.reward:.3f} ({result.rows} tasks{failed})")
-        self.phase = before
+        why = await self._why(rows) if result.failed else ""
+        self.panel.note(f"greedy evaluation at step {result.step}: {result}{why}")
+
+    async def _why(self, rows: Sequence[int]) -> str:
+        """Why evaluation rows were lost, as the journal tells."""
+        lives = await trio.to_thread.run_sync(lives_in, self.run.journal, flow_of(self.config))
+        losses = losses_in(lives, split="eval", rows=rows) if lives else None
+        return f" ({losses.named()}){losses.errors_told()}" if losses and losses.lost else ""
+
+    def calls(self) -> CallErrors:
+        """The calls that failed in this launch, as the producers told last."""
+        calls = call_errors(self._played.values())
+        lives = lives_in(self.run.journal, flow_of(self.config)) if calls.tool_errors else None
+        last = calls_in(lives).last_tool_error if lives else None
+        return msgspec.structs.replace(calls, last_tool_error=last)
 
     async def feed(self) -> None:
         """Consumes task numbers, produces rows of stage `rollout`.
@@ -145,7 +176,7 @@ class Coordinator:
         will train; a row that was dropped or died is replaced.
 
         Raises:
-            NoProgress: too large a share of the rows is lost; names the reasons.
+            NoProgress: too large a share of the rows is lost; why is told once nothing moves any more.
         """
         group, rows = self.config.tasks.group_size, self.config.learner.rows_per_step
         tasks = task_source(self.config, "train")
@@ -156,7 +187,7 @@ class Coordinator:
             counts = await self.queue.statistics()
             lost, ended = losses_of(counts)
             if lost >= LOST_STEPS * rows and lost > self.config.supervision.max_lost_share * ended:
-                raise too_many(counts, self.run.journal)
+                raise NoProgress(f"{lost} of the {ended} training rows that have ended were lost")
             train = counts.by_split.get("train", {})
             alive = sum(n for state, n in train.items() if state not in ("dropped", "dead"))
             missing = self.config.learner.steps * rows - alive
@@ -176,6 +207,7 @@ class Coordinator:
             membership = await self.queue.members(after=epoch, wait=WATCH_SECONDS)
             epoch = membership.epoch
             self.members = {member.name: member for member in membership.members}
+            self._played |= {m.session: m.gauges for m in membership.members if m.role == "producer"}
             if self.phase == "training":
                 self._busy += [m.gauges["busy_share"] for m in membership.members if "busy_share" in m.gauges]
             self.statistics = await self.queue.statistics()
@@ -195,6 +227,8 @@ class Coordinator:
         last = self._metrics.steps[-1] if self._metrics.steps else {}
         return Snapshot(
             phase=self.phase,
+            waits=self.waits,
+            calls=call_errors(self._played.values()),
             steps=self.config.learner.steps,
             step=int(last.get("step", 0)),
             version=counts.version or None if counts else None,
@@ -216,15 +250,15 @@ class Coordinator:
                 sink.log(int(entry.get("step", 0)), numbers)
 
     async def drain(self, *, finished: bool) -> None:
-        """Stop every role but the broker: the learner first, so that it can still checkpoint.
+        """Stop every role but the broker: together, or the learner first when it may still have to publish.
 
         A run that is finished ends the rows that are left; one that was interrupted keeps them for `--resume`.
         """
-        self.phase = "draining"
         seconds = self.config.supervision.drain_seconds
         learners = [self.roles.roles[name] for name in plan.learner_names(self.config)]
         others = [r for r in self.roles.roles.values() if r not in learners and r.spec.name != "queue"]
-        for roles in (learners, others):
+        for roles in [[*learners, *others]] if finished else [learners, others]:
+            self.enter("draining", f"waits for {', '.join(role.spec.name for role in roles)}")
             for name in await self.roles.stop(roles, seconds):
                 self.panel.note(f"{name} did not end within {seconds:.0f} s and was killed")
                 await self.forget(name)

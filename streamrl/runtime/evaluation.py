@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 
@@ -13,10 +14,12 @@ from .summary import Evaluation
 from .tasks import TaskSource
 
 
-async def evaluate(queue: TransferQueue, tasks: TaskSource, *, rows: int, seconds: float) -> Evaluation:
+async def evaluate(
+    queue: TransferQueue, tasks: TaskSource, *, rows: int, seconds: float, put: Callable[[Sequence[int]], None]
+) -> Evaluation:
     """Play the first `rows` tasks once each and average their rewards.
 
-    Rows that died or were dropped are counted as `failed`, not as reward 0.
+    Rows that died or were dropped are counted as `failed`, not as reward 0. `put` is told which rows these are.
 
     Consumes rows of stage `evaluate`, produces one Evaluation. Waits for producers and scorers; unblocked by a
     row that ends, or after `seconds` without one.
@@ -26,7 +29,9 @@ async def evaluate(queue: TransferQueue, tasks: TaskSource, *, rows: int, second
     """
     lost = await _lost(queue)
     step = (await queue.statistics()).version_step or 0
-    wanted = set((await queue.put(list(tasks.take(0, rows)), split="eval")).rows)
+    receipt = await queue.put(list(tasks.take(0, rows)), split="eval")
+    put(receipt.rows)
+    wanted = set(receipt.rows)
     rewards: list[float] = []
     failed, moved = 0, time.monotonic()
     while len(rewards) + failed < rows:
@@ -43,7 +48,7 @@ async def evaluate(queue: TransferQueue, tasks: TaskSource, *, rows: int, second
         elif time.monotonic() - moved > seconds:
             missing = rows - len(rewards) - failed
             raise DeadlineExceeded.waiting(f"{missing} of {rows} evaluation rows", "producers and scorers", seconds)
-    reward = sum(rewards) / len(rewards) if rewards else float("nan")
+    reward = sum(rewards) / len(rewards) if rewards else None
     return Evaluation(step=step, reward=reward, rows=len(rewards), failed=failed)
 
 

@@ -11,27 +11,30 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import trio
 from rich.console import Console
 
 from streamrl_agents.agent import load_agent
-from streamrl_queue import TransferQueue
+from streamrl_queue import Statistics, TransferQueue
+from streamrl_queue.errors import DeadlineExceeded, NoProgress, StreamRLError
 
 from ..base_model import write_base
-from ..config import RunConfig, check, load_file, plain, resolve
+from ..config import RunConfig, flow_of, load_file, plain, resolve
+from ..inspect.queues import stand
 from ..tracking import tracking
-from . import plan, rundir, summary
+from . import plan, preflight, rundir, summary
 from .coordinator import Coordinator
 from .counts import conservation
-from .failure import first_error
+from .failure import LastWords, first_error
+from .losses import account, calls_in, lives_in, losses_in
 from .panel import Panel, open_panel
 from .rundir import Launch, RunDirectory
+from .summary import conservation_table
 from .supervisor import Role, Supervisor, supervisor
 
 
@@ -80,12 +83,17 @@ async def conduct(
         tracking(config.tracking, run.path, plain(config)) as sinks,
     ):
         launched = _prepare(config, run, sockets, resume)
-        async with _started(config, run, launched, panel) as (coordinator, signals):
-            coordinator.sinks = sinks
-            await _work(coordinator, signals)
+        coordinator: Coordinator | None = None
+        try:
+            async with _started(config, run, launched, panel) as (coordinator, signals):
+                coordinator.sinks = sinks
+                await _work(coordinator, signals)
+        except BaseExceptionGroup as group:
+            raise _told(first_error(group), run, coordinator, console) from group
         ended_by = signals.first
         assert coordinator.statistics is not None
-        summary.plot(run)
+        if ended_by is not None:
+            summary.plot(run)
         restarts = {r.spec.name: r.starts - 1 for r in coordinator.roles.roles.values() if r.starts > 1}
         result = summary.summarise(
             run,
@@ -95,14 +103,55 @@ async def conduct(
             engine_idle=coordinator.engine_idle(),
             restarts=restarts,
             conservation=conservation(coordinator.statistics),
+            resumed=resume,
+            calls=coordinator.calls(),
         )
     summary.save(run, result)
     return result, ended_by
 
 
+def _told(error: BaseException, run: RunDirectory, coordinator: Coordinator | None, console: Console) -> BaseException:
+    """The error that ends the run, with what may lie behind it; left for `status`, below the rows of the run."""
+    if not isinstance(error, Exception) or isinstance(error, Interrupted):
+        return error
+    if coordinator is not None and (counts := _last_counts(coordinator)) is not None:
+        if counts.tasks:
+            console.print(conservation_table(conservation(counts)))
+        lives = lives_in(run.journal, flow_of(coordinator.config))
+        losses, calls = (losses_in(lives), calls_in(lives)) if lives else (None, coordinator.calls())
+        told = account(counts, losses, calls)
+        if isinstance(error, NoProgress):
+            error = NoProgress(told)
+        elif told and _ran_dry(error, coordinator):
+            error = type(error)(f"{error}\n{told}")
+    LastWords.of(error).write(last_words(run))
+    return error
+
+
+def _last_counts(coordinator: Coordinator) -> Statistics | None:
+    """Where the rows are now that every process is gone; as they were last seen when the journal cannot tell."""
+    try:
+        return stand(coordinator.run.journal, flow_of(coordinator.config)).statistics()
+    except StreamRLError:
+        return coordinator.statistics
+
+
+def _ran_dry(error: Exception, coordinator: Coordinator) -> bool:
+    """Whether a role found nothing to learn, or waited in vain: the reason lies elsewhere."""
+    words = [LastWords.read(role.spec.last_words) for role in coordinator.roles.roles.values()]
+    names = {NoProgress.__name__, DeadlineExceeded.__name__}
+    return isinstance(error, DeadlineExceeded) or any(w is not None and w.error in names for w in words)
+
+
+def last_words(run: RunDirectory) -> Path:
+    """Where the error lies that ended the run."""
+    return run.logs / "coordinator.error"
+
+
 def _prepare(config: RunConfig, run: RunDirectory, sockets: Path, resume: bool) -> Launch:
     rundir.prepare(run, config)
     run.summary.unlink(missing_ok=True)
+    last_words(run).unlink(missing_ok=True)
     write_base(config, load_agent(config.env), run.base)
     launched = Launch(
         address=f"ipc://{sockets}/queue",
@@ -151,7 +200,12 @@ async def _work(coordinator: Coordinator, signals: _Signals) -> None:
         nursery.start_soon(coordinator.watch)
         with trio.CancelScope() as signals.work:
             await coordinator.train()
-        await coordinator.drain(finished=signals.first is None)
+        finished = signals.first is None
+        async with trio.open_nursery() as ending:
+            if finished:
+                # Importing matplotlib takes as long as the roles take to end.
+                ending.start_soon(trio.to_thread.run_sync, summary.plot, coordinator.run)
+            await coordinator.drain(finished=finished)
         nursery.cancel_scope.cancel()
 
 
@@ -187,26 +241,25 @@ def launch(config: RunConfig, run: RunDirectory, *, resume: bool, console: Conso
 def run(
     config: RunConfig | Mapping[str, Any] | str | Path,
     *,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     name: str | None = None,
     resume: bool = False,
     console: Console | None = None,
 ) -> summary.Summary:
     """Train, and return how it went: the same as `streamrl launch`, from Python.
 
-    `config` is a RunConfig, nested mappings with the same keys, or a YAML file. Without a `console` nothing is
-    printed. A signal that ends the run early is in the summary's `outcome`.
+    `config` is a RunConfig, nested mappings with the same keys, or a YAML file. `overrides` go on top: dotted keys with
+    their values, or `key.sub=value` as on the command line. Without a `console` nothing is printed. A signal that ends
+    the run early is in the summary's `outcome`.
 
     Raises:
         ConfigError: before anything is started.
         StreamRLError: the first error of the run, by name.
     """
     if isinstance(config, str | Path):
-        config = load_file(Path(config), name=name)
-    elif isinstance(config, Mapping):
-        config = resolve(config, name=name)
-    elif name is not None:
-        config = msgspec.structs.replace(config, name=name)
-    check(config)
+        config = load_file(Path(config), overrides, name=name)
+    else:
+        config = resolve(config if isinstance(config, Mapping) else plain(config), overrides, name=name)
     directory, _ = rundir.choose(config, resume=resume, named=name is not None)
     silent = console or Console(quiet=True)
     result, _ = _trio_run(directory.configured(config), directory, resume, silent)
@@ -220,6 +273,7 @@ def _trio_run(
         return await conduct(config, run, resume=resume, console=console)
 
     plan.require_installed()
+    preflight.check(config, run)
     try:
         return trio.run(main)
     except BaseExceptionGroup as group:

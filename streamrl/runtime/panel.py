@@ -16,11 +16,19 @@ from rich.panel import Panel as Box
 from rich.table import Table
 from rich.text import Text
 
+from .counts import NO_CALL_ERRORS, CallErrors
+
+QUIET: Final = ("tool_errors", "parse_errors", "tool_error_episodes", "parse_error_episodes")
+"""Gauges that say something only when they are not 0."""
+EARLY: Final = ("starting", "warm start", "waits for weights")
+"""Phases in which everybody waits for the learner."""
 LINE_SECONDS: Final = 2.0
 """A plain line at most this often: a demo of one minute fits on one screen."""
 NOTES: Final = 4
 """Latest notes kept on the terminal; all of them are in logs/coordinator.log."""
 
+RECENT: Final = 5
+"""Steps whose mean reward is shown: one step alone jumps about."""
 BARS: Final = "▁▂▃▄▅▆▇█"
 
 
@@ -46,6 +54,8 @@ class Snapshot:
     roles: tuple[RoleView, ...]
     rows: Mapping[str, int]
     depths: Mapping[str, int]
+    waits: str = ""
+    calls: CallErrors = NO_CALL_ERRORS
     rewards: tuple[float, ...] = ()
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
@@ -129,14 +139,15 @@ class LivePanel:
 
     def _render(self, snapshot: Snapshot) -> RenderableType:
         boxes = [_queue_box(snapshot), *(_role_box(role, snapshot) for role in snapshot.roles)]
-        head = Text.assemble(
-            (self._name, "bold"),
-            f"  {snapshot.phase}  step {snapshot.step}/{snapshot.steps}  ",
-            (sparkline(snapshot.rewards), "green"),
-            f"  {time.monotonic() - self._start:.0f} s",
-        )
+        numbers = [f"step {snapshot.step}/{snapshot.steps}", *_reward(snapshot), *_lag(snapshot)]
+        doing = f"{self._name}  {snapshot.phase}  {time.monotonic() - self._start:.0f} s"
+        lines = [Text("  ".join(numbers), style="bold"), Text(doing)]
+        if snapshot.rewards:
+            lines.append(Text(sparkline(snapshot.rewards), style="green"))
+        lines += [Text(f"{kind} {said}", style="yellow") for kind, said in snapshot.calls.told().items()]
+        # Below the head, because a terminal that is too small cuts off what is last.
         notes = [Text(note, style="dim") for note in self._notes]
-        return Group(head, Columns(boxes, equal=True), *notes)
+        return Group(*lines, *notes, Columns(boxes, equal=True))
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -160,7 +171,7 @@ def _queue_box(snapshot: Snapshot) -> Box:
 
 
 def _role_box(role: RoleView, snapshot: Snapshot) -> Box:
-    pairs = [(name.replace("_", " "), _gauge(name, value)) for name, value in role.gauges.items()]
+    pairs = gauges(role.gauges)
     if role.name == "learner-0":
         pairs += [("reward", _gauge("reward", snapshot.rewards[-1]))] if snapshot.rewards else []
         if snapshot.version is not None:
@@ -168,6 +179,11 @@ def _role_box(role: RoleView, snapshot: Snapshot) -> Box:
     activity = f"{role.activity} ({role.waited:.0f} s)" if role.waited >= 2 and role.activity else role.activity
     state = Text(activity or ("ready" if role.ready else "not ready"), style="cyan" if role.ready else "yellow")
     return Box(Group(state, _grid(list(dict(pairs).items()))), title=role.name, title_align="left")
+
+
+def gauges(values: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Names and numbers as people read them, without those that say nothing."""
+    return [(name.replace("_", " "), _gauge(name, n)) for name, n in values.items() if n or name not in QUIET]
 
 
 def _gauge(name: str, value: float) -> str:
@@ -180,21 +196,32 @@ def _gauge(name: str, value: float) -> str:
 
 def status_line(snapshot: Snapshot) -> str:
     """One line that says how far the run is, and who waits when nothing moves."""
-    if snapshot.step == 0:
-        # Until the warm start is over everybody waits for the learner.
-        early = snapshot.phase in ("starting", "warm start")
+    if snapshot.phase == "draining":
+        return f"draining  ({snapshot.waits})"
+    if snapshot.step == 0 or snapshot.phase != "training":
+        early = snapshot.phase in EARLY
         roles = [r for r in snapshot.roles if r.activity and (r.name == "learner-0" or not early)]
-        waiting = ", ".join(f"{r.name}: {r.activity}" for r in roles)
+        waiting = ", ".join(f"{r.name}: {r.activity}" for r in roles) or snapshot.waits
         return f"{snapshot.phase}  ({waiting})" if waiting else snapshot.phase
-    metrics, parts = snapshot.metrics, [f"step {snapshot.step}/{snapshot.steps}"]
-    if snapshot.rewards:
-        recent = snapshot.rewards[-5:]
-        parts.append(f"reward {sum(recent) / len(recent):.3f}")
-    if "lag_mean" in metrics:
-        parts.append(f"lag {metrics['lag_mean']:.1f} (max {metrics.get('lag_max', 0):.0f})")
+    metrics, parts = snapshot.metrics, [f"step {snapshot.step}/{snapshot.steps}", *_reward(snapshot), *_lag(snapshot)]
     if snapshot.version is not None:
         parts.append(f"version {snapshot.version}")
-    parts.append(" ".join(f"{name} {snapshot.rows[name]}" for name in ("leased", "ready") if name in snapshot.rows))
+    states = [name for name in ("leased", "ready") if name in snapshot.rows]
+    states += [name for name in ("dropped", "dead") if snapshot.rows.get(name)]
+    parts.append(" ".join(f"{name} {snapshot.rows[name]}" for name in states))
     if "tokens_per_second" in metrics:
         parts.append(f"{metrics['tokens_per_second']:.0f} tokens/s")
+    calls = snapshot.calls
+    errors = {"tool errors": calls.tool_errors, "parse errors": calls.parse_errors}
+    parts += [f"{kind} {count}" for kind, count in errors.items() if count]
     return "  ".join(parts)
+
+
+def _reward(snapshot: Snapshot) -> list[str]:
+    recent = snapshot.rewards[-RECENT:]
+    return [f"reward {sum(recent) / len(recent):.3f}"] if recent else []
+
+
+def _lag(snapshot: Snapshot) -> list[str]:
+    metrics = snapshot.metrics
+    return [f"lag {metrics['lag_mean']:.1f} (max {metrics.get('lag_max', 0):.0f})"] if "lag_mean" in metrics else []

@@ -7,6 +7,7 @@ give back the rest, end.
 from __future__ import annotations
 
 import argparse
+import atexit
 import faulthandler
 import logging
 import os
@@ -20,7 +21,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NoReturn
 
 import msgspec
 import trio
@@ -38,6 +39,11 @@ CONNECT_SECONDS: Final = 30.0
 SHARED_MEMORY: Final = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
+def kind_of(name: str) -> str:
+    """`engine` for `engine-0`."""
+    return name.rpartition("-")[0] or name
+
+
 @dataclass(frozen=True)
 class Context:
     """What a role knows: its name, its run and how to reach the queue."""
@@ -49,7 +55,7 @@ class Context:
 
     @property
     def kind(self) -> str:
-        return self.name.rpartition("-")[0] or self.name
+        return kind_of(self.name)
 
     @property
     def number(self) -> int:
@@ -104,6 +110,7 @@ def broker(context: Context) -> None:
                 bind=context.launch.address,
                 durability=config.queue.durability,
                 segment_bytes=config.queue.segment_mebibytes << 20,
+                recovery=config.queue.recovery,
             ):
                 await trio.sleep_forever()
 
@@ -204,6 +211,21 @@ def _write_line(file: BinaryIO, entry: dict[str, Any]) -> None:
     file.flush()
 
 
+HEAVY: Final = ("learner", "engine")
+"""Kinds of roles that import torch: an interpreter that has it takes more than a second to take itself apart."""
+
+
+def leave(kind: str, code: int) -> NoReturn:
+    """End this process; one that closed everything and only has memory to give back does so at once."""
+    if kind in HEAVY:
+        atexit._run_exitfuncs()
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 ROLES: Final[dict[str, Callable[[Context], None]]] = {
     "queue": broker,
     "engine": engine,
@@ -249,4 +271,4 @@ def _supervised(context: Context) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(kind_of(sys.argv[1]), main())

@@ -29,10 +29,22 @@ import msgspec
 from streamrl_queue.errors import ConfigError
 
 from ..config import RunConfig, load_file
-from ..settings import first_difference, plain, to_yaml
+from ..settings import differences, plain, to_yaml
 
 FINISHED: Final = "finished"
 """The outcome of a run that trained all its steps."""
+
+CHANGEABLE: Final = (
+    "learner.steps",
+    "producers",
+    "scorers",
+    "engine.count",
+    "supervision",
+    "tracking",
+    "learner.checkpoint_every",
+    "learner.keep_checkpoints",
+)
+"""Keys that a resumed run may have other values of: what was trained so far does not depend on them."""
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +83,8 @@ class RunDirectory:
 
     @property
     def exists(self) -> bool:
-        return self.config.exists()
+        with _usable(self.path):
+            return self.config.exists()
 
     @property
     def outcome(self) -> str | None:
@@ -92,9 +105,14 @@ class RunDirectory:
                 return True
         return False
 
+    def refuse_if_alive(self, advice: str = "give this one another --name") -> None:
+        """Raises ConfigError, with the owner's process id, when some process holds this directory."""
+        if self.alive:
+            raise ConfigError(f"{self.path} belongs to a run that is alive (pid {self.lock.read_text()}); {advice}")
+
     def configured(self, config: RunConfig) -> RunConfig:
-        """The run's own configuration where it has one, else `config` under the run's name."""
-        return load_file(self.config) if self.exists else msgspec.structs.replace(config, name=self.path.name)
+        """`config` under the run's name."""
+        return msgspec.structs.replace(config, name=self.path.name)
 
     def read_launch(self) -> Launch:
         """Raises ConfigError when no process of this run is alive."""
@@ -107,17 +125,40 @@ class RunDirectory:
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Hold this directory: a second launch into it is refused while the first lives."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with self.lock.open("w") as lock:
+        """Hold this directory: a second launch into it is refused while the first lives.
+
+        A directory that was made here goes away again when no `launch.json` was written: then no role was started,
+        and the name stays free.
+        """
+        with _usable(self.path):
+            made = not self.path.exists()
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = self.lock.open("a+")
+        with file as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ConfigError(f"{self.path} belongs to a run that is alive; give this one another --name") from None
+                self.refuse_if_alive()
+                raise ConfigError(f"{self.path} was taken by another run just now; try again") from None
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
             try:
                 yield
             finally:
+                if made and not self.launch.exists():
+                    shutil.rmtree(self.path)
                 self.launch.unlink(missing_ok=True)
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"runs: {path} cannot be used: {error.strerror}; name a directory that can be written with runs=DIRECTORY"
+        ) from None
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -127,45 +168,77 @@ def write_atomically(path: Path, data: bytes) -> None:
     partial.replace(path)
 
 
-def choose(config: RunConfig, *, resume: bool, named: bool, trust: bool = False) -> tuple[RunDirectory, str | None]:
+def to_resume(config: RunConfig, *, named: bool) -> RunDirectory:
+    """The run that `resume` means: the one of that name, or the newest of them when nobody asked for the name.
+
+    Raises:
+        ConfigError: there is none, or it is alive.
+    """
+    run = RunDirectory(Path(config.runs) / config.name)
+    run = run if named else _newest(config, run)
+    if not run.exists:
+        raise ConfigError(f"--resume: there is no run in {run.path}; leave --resume out to start one")
+    run.refuse_if_alive("it needs no --resume, or end it first")
+    return run
+
+
+def choose(config: RunConfig, *, resume: bool, named: bool) -> tuple[RunDirectory, str | None]:
     """The directory for this run, and a sentence for the user when it is not the plain `runs/<name>`.
 
     `named` says that the user asked for this name: a name that nobody asked for moves on to the next free one when
-    its run has ended or is alive, and means the newest of them for `resume`. `trust` resumes with the run's own
-    configuration, whatever `config` says.
+    its run has ended or is alive, and means the newest of them for `resume`.
 
     Raises:
-        ConfigError: the directory belongs to another run, or to the same one and `resume` was not asked for.
+        ConfigError: the directory belongs to a run that is alive, to another run, or to the same one and `resume` was
+            not asked for; or there is nothing to resume.
     """
-    run = RunDirectory(Path(config.runs) / config.name)
     if resume:
-        run = run if named else _newest(config, run)
-        if not run.exists:
-            raise ConfigError(f"--resume: there is no run in {run.path}; leave --resume out to start one")
-        if run.outcome == FINISHED:
-            raise ConfigError(f"--resume: the run in {run.path} has trained all its steps; start one of another --name")
-        if not trust:
-            refuse_difference(run, config)
+        run = to_resume(config, named=named)
+        refuse_change(run, config)
         return run, None
+    run = RunDirectory(Path(config.runs) / config.name)
     if not run.exists:
         return run, None
     if not named and (run.alive or run.outcome is not None):
         free = _next_free(config)
         what = "is alive" if run.alive else f"was {run.outcome}"
         return free, f"{run.path} has a run that {what}; this one goes to {free.path}"
+    run.refuse_if_alive()
     refuse_difference(run, config)
     raise ConfigError(f"{run.path} has a run of the same configuration; use --resume to continue it, or another --name")
 
 
 def refuse_difference(run: RunDirectory, config: RunConfig) -> None:
     """Raises ConfigError naming the first key in which the run's own configuration differs."""
-    theirs, ours = _comparable(load_file(run.config)), _comparable(config)
-    difference = first_difference(theirs, ours)
-    if difference:
-        key, there, here = difference
+    for key, there, here in differences(_comparable(load_file(run.config)), _comparable(config)):
         raise ConfigError(
             f"{run.path} belongs to another run: its {key} is {there!r}, yours is {here!r}; "
             f"use its configuration with --resume, or another --name"
+        )
+
+
+def refuse_change(run: RunDirectory, config: RunConfig) -> None:
+    """Whether the run can go on as `config`.
+
+    Raises:
+        ConfigError: all its steps are trained, or a key differs that may not change.
+    """
+    own = load_file(run.config)
+    for key, there, here in differences(_comparable(own), _comparable(config)):
+        if not any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE):
+            raise ConfigError(
+                f"--resume: {key} is {there!r} in {run.path} and cannot become {here!r}; leave it out, or start a run "
+                f"of another --name (what may change: {', '.join(CHANGEABLE)})"
+            )
+    steps = own.learner.steps
+    if config.learner.steps < steps:
+        raise ConfigError(
+            f"--resume: learner.steps is {steps} in {run.path} and can only grow, got {config.learner.steps}"
+        )
+    if run.outcome == FINISHED and config.learner.steps == steps:
+        raise ConfigError(
+            f"--resume: the run in {run.path} has trained all its {steps} steps; "
+            f"let it go on with learner.steps={2 * steps}, or start one of another --name"
         )
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import trio
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from streamrl_queue import Member, TransferQueue
 from streamrl_queue.errors import ConfigError
 
 from .counts import conservation
+from .failure import LastWords
+from .panel import gauges
 from .rundir import RunDirectory
 from .summary import conservation_table
 
@@ -36,8 +40,7 @@ def print_status(name: str) -> int:
     run = find_run(name)
     console = Console()
     if not run.alive:
-        ended = run.outcome or "not running; continue it with --resume"
-        console.print(f"{run.path.name}: {ended}", highlight=False)
+        console.print(f"{run.path.name}: {_ended(run)}", highlight=False, markup=False, soft_wrap=True)
         return 0
     launch = run.read_launch()
 
@@ -46,7 +49,7 @@ def print_status(name: str) -> int:
         async with connection as queue:
             membership = await queue.members()
             counts = await queue.statistics()
-        console.print(_members([m for m in membership.members if m.role != "status"]))
+        console.print(members_table([m for m in membership.members if m.role != "status"]))
         console.print(conservation_table(conservation(counts)))
         for stage, at in counts.stages.items():
             console.print(f"{stage:>10}  ready {at.ready}  leased {at.leased}  written {at.written}", highlight=False)
@@ -55,15 +58,37 @@ def print_status(name: str) -> int:
     return 0
 
 
-def _members(members: list[Member]) -> Table:
+def _ended(run: RunDirectory) -> str:
+    """How a run that nobody holds came to its end."""
+    words = LastWords.read(run.logs / "coordinator.error")
+    if run.outcome is not None:
+        return run.outcome
+    if words is None:
+        return "not running; it was killed, or stopped at once; continue it with --resume"
+    return f"failed; continue it with --resume once this is mended\n{words.error}: {words.message}"
+
+
+def members_table(members: Iterable[Member]) -> Table:
+    """One line per process; its numbers as the panel shows them."""
     table = Table(title="members", title_justify="left")
-    for column in ("name", "ready", "version", "activity", "for", "gauges"):
-        table.add_column(column)
+    for column in ("name", "does", "for", "numbers"):
+        table.add_column(column, no_wrap=column == "name")
     now = time.time()
     for member in sorted(members, key=lambda m: m.name or ""):
-        gauges = "  ".join(f"{name} {value:g}" for name, value in sorted(member.gauges.items()))
-        version = "–" if member.version is None else str(member.version)
-        ready = "yes" if member.ready else "no"
         since = f"{max(0.0, now - member.since):.0f} s"
-        table.add_row(member.name or member.session, ready, version, member.activity or "", since, gauges)
+        numbers = Text("\n").join(Text(f"{name} {value}") for name, value in gauges(_gauges(member)))
+        table.add_row(member.name or member.session, _does(member), since, numbers)
     return table
+
+
+def _does(member: Member) -> str:
+    """Only engines are ready or not: requests are routed to those that are."""
+    activity = member.activity or ""
+    if member.role != "engine":
+        return activity
+    return f"{activity}, {'ready' if member.ready else 'not ready'}" if activity else "not ready"
+
+
+def _gauges(member: Member) -> dict[str, float]:
+    version = {} if member.version is None else {"version": float(member.version)}
+    return dict(sorted((version | dict(member.gauges)).items()))

@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from .counts import NO_CALL_ERRORS, CallErrors
 from .rundir import RunDirectory, write_atomically
 
 WINDOW: Final = 5
@@ -18,16 +19,26 @@ WINDOW: Final = 5
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation: mean reward over the rows that got one."""
+    """One evaluation: mean reward over the rows that got one; None when all of them failed."""
 
     step: int
-    reward: float
+    reward: float | None
     rows: int
     failed: int = 0
 
+    def __str__(self) -> str:
+        if self.reward is None:
+            return f"no reward: all {self.failed} tasks failed"
+        failed = f", {self.failed} failed" if self.failed else ""
+        return f"{self.reward:.3f} ({self.rows} tasks{failed})"
+
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run went. A number that could not be had is None, never 0."""
+    """How a run went. A number that could not be had is None, never 0.
+
+    Steps, rewards and rows are those of the whole run; times, idle shares, restarts and failed calls those of this
+    launch, which `resumed` says is not the first.
+    """
 
     name: str
     outcome: str
@@ -46,6 +57,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     engine_idle: float | None
     restarts: dict[str, int]
     conservation: dict[str, Any]
+    resumed: bool = False
+    calls: CallErrors = NO_CALL_ERRORS
     outputs: dict[str, str]
 
 
@@ -83,6 +96,8 @@ def summarise(
     engine_idle: float | None,
     restarts: Mapping[str, int],
     conservation: Mapping[str, Any],
+    resumed: bool = False,
+    calls: CallErrors = NO_CALL_ERRORS,
 ) -> Summary:
     """Put the summary together; `conservation` are the queue's counts by state."""
     steps, evaluations = read_metrics(run.metrics)
@@ -117,6 +132,8 @@ def summarise(
         engine_idle=engine_idle,
         restarts=dict(restarts),
         conservation=dict(conservation),
+        resumed=resumed,
+        calls=calls,
         outputs={name: str(path) for name, path in outputs.items() if path.exists()},
     )
 
@@ -145,15 +162,20 @@ def table(summary: Summary) -> Table:
     out = Table(title=f"{summary.name}: {summary.outcome}", show_header=False, title_justify="left")
     first, last = (summary.evaluations[0], summary.evaluations[-1]) if summary.evaluations else (None, None)
     add = out.add_row
-    add("sampled reward", f"{_number(summary.reward_before)} → {_number(summary.reward_after)}")
+    reward = f"{_number(summary.reward_before)} → {_number(summary.reward_after)}"
+    add("sampled reward", f"{reward}  (means of the first and the last {min(WINDOW, max(1, summary.steps))} steps)")
     if first and last:
-        after = "–" if last is first else f"{last.reward:.3f}"
-        add("greedy evaluation", f"{first.reward:.3f} → {after}  ({last.rows} tasks)")
+        after = "–" if last is first else _number(last.reward)
+        failed = f", {last.failed} failed" if last.failed else ""
+        add("greedy evaluation", f"{_number(first.reward)} → {after}  ({last.rows} tasks{failed})")
     add("steps", f"{summary.steps}, {summary.rows_trained} rows trained")
     add("lag in steps", f"mean {_number(summary.lag_mean, '.2f')}, max {_number(summary.lag_max, '.0f')}")
     add("tokens trained", f"{summary.tokens_trained} ({_number(summary.tokens_per_second, '.0f')} per second)")
     add("idle", f"learner {_share(summary.learner_idle)}, engine {_share(summary.engine_idle)}")
-    add("time", f"{summary.seconds:.1f} s, {summary.cpu_seconds:.1f} CPU-seconds")
+    for kind, said in summary.calls.told().items():
+        add(kind, said)
+    part = "time of this part" if summary.resumed else "time"
+    add(part, f"{summary.seconds:.1f} s, {summary.cpu_seconds:.1f} CPU-seconds")
     if summary.restarts:
         add("restarted", ", ".join(f"{name} {count}×" for name, count in summary.restarts.items()))
     return out
@@ -201,9 +223,9 @@ def plot(run: RunDirectory) -> None:
     rewards = [float(s.get("reward_mean", math.nan)) for s in steps]
     axes.plot(xs, rewards, ".", color="tab:blue", alpha=0.35, label="sampled, each step")
     axes.plot(xs, _running_mean(rewards), color="tab:blue", label=f"sampled, mean of {WINDOW} steps")
-    if evaluations:
+    if played := [(e.step, e.reward) for e in evaluations if e.reward is not None]:
         axes.plot(
-            [e.step for e in evaluations], [e.reward for e in evaluations], "D", color="tab:orange", label="greedy"
+            [step for step, _ in played], [reward for _, reward in played], "D", color="tab:orange", label="greedy"
         )
     axes.set(xlabel="step", ylabel="mean reward", title=run.path.name)
     axes.grid(alpha=0.3)

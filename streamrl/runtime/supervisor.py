@@ -102,6 +102,8 @@ class Role:
         if words and words.ours:
             return RoleFailed(f"{self.spec.name}: {words.error}: {words.message} (log: {self.spec.log})")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code >= 0 and words is None:
+            how += " and left no error: something in it may have called sys.exit or os._exit, code of yours included"
         if code < 0 and self.spec.restarts:
             how += f" {len(self._deaths)} times within {self.spec.window:.0f} s (limit {self.spec.restarts})"
         return RoleFailed(f"{self.spec.name} {how}; the end of {self.spec.log}:\n{log_tail(self.spec.log)}")

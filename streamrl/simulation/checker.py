@@ -30,13 +30,16 @@ from streamrl_queue.rpc import Forget
 from streamrl_queue.state import TASK
 from streamrl_queue.transport import Buffer
 
-from .model import EPSILON, Broken, Group, Lease, Model, Row
+from . import replies
+from .model import EPSILON, Broken, Group, Model
 from .trace import Trace
 
 # The broker acts on a deadline at its next turn, at most one slow sync later.
 TOLERANCE_SECONDS: Final = 0.5
 # Every so many turns of the broker all rows are compared, not only those that moved.
 FULL_EVERY: Final = 50
+# More turns than that in one moment are a loop that waits for nothing.
+MOST_SPINS: Final = 1000
 
 _request = msgspec.msgpack.Decoder(m.Request | Forget).decode
 _reply = msgspec.msgpack.Decoder(m.Reply | wire.Refused).decode
@@ -49,6 +52,8 @@ class Session:
         self.name = name
         self.earliest = self.latest = until
         self.open = True
+        # It said goodbye, or its supervisor did; it is gone when that is answered.
+        self.leaving = False
 
 
 class Checker:
@@ -60,7 +65,7 @@ class Checker:
         self.failed = trio.Event()
         self.events = 0
         self.refused: defaultdict[str, int] = defaultdict(int)
-        self.caught_late = 0
+        self.late_writes = 0
         self._flow = flow
         self._durable_step = durable_step
         self._synced = synced
@@ -69,10 +74,14 @@ class Checker:
         self._history: list[tuple[e.Event, float, tuple[int | None, ...]]] = []
         self._sessions: dict[str, Session] = {}
         self._asked: dict[tuple[str, int], tuple[Any, Buffer]] = {}
+        # Requests that took effect already when they come again, and those whose reply was checked.
+        self._handled: set[tuple[str, int]] = set()
         self._answered: set[tuple[str, int]] = set()
         self._touched: dict[int, Group] = {}
         self._turns = 0
         self._waiting: list[tuple[str, int]] = []
+        self._spins = 0
+        self._last_turn = -1.0
 
     # -- the disk
 
@@ -105,6 +114,7 @@ class Checker:
         self._broker = broker
         self._asked.clear()
         self._answered.clear()
+        self._handled.clear()
         holders = {lease.session for lease in self.model.live.values()}
         for name in list(self._sessions):
             if name not in holders:
@@ -132,24 +142,30 @@ class Checker:
         except (ProtocolError, msgspec.MsgspecError):
             return
         key = envelope.session, envelope.id
-        self._note_time(envelope.session, request, again=key in self._answered)
+        self._note_time(envelope.session, request, again=key in self._handled)
+        self._handled.add(key)
         self._asked[key] = request, payload or b""
 
     def sent(self, frames: Sequence[Buffer]) -> None:
         """The broker answers. What it says must be true of the disk."""
-        envelope, payload = wire.unseal(frames[1:], None)
+        envelope, _ = wire.unseal(frames[1:], None)
         key = envelope.session, envelope.id
         request, asked = self._asked[key]
         if key in self._answered:
             return
         reply = _reply(envelope.body)
         lost = isinstance(reply, wire.Refused) and reply.error == "SessionLost"
-        if not lost and not isinstance(request, m.Heartbeat | m.GetStatistics):
+        if lost:
+            self._handled.discard(key)
+        elif not isinstance(request, m.Heartbeat | m.GetStatistics):
             self._answered.add(key)
+        self._note_leaving(envelope.session, request, refused=lost)
         if isinstance(reply, wire.Refused):
             self.refused[reply.error] += 1
-            with self._judging():
-                self._check_refusal(envelope.session, request, asked, reply)
+            if isinstance(request, m.WriteColumns) and reply.error == "LeaseExpired":
+                with self._judging():
+                    replies.refused_write(self.model, envelope.session, request, asked, reply.message)
+                self.late_writes += 1
             return
         with self._judging():
             self._check_reply(envelope.session, request, reply)
@@ -157,6 +173,7 @@ class Checker:
     def idle(self) -> None:
         """The broker waits: all that it was told has taken effect, all that is due has happened."""
         with self._judging():
+            self._check_spinning()
             self.check()
             moved = bool(self._touched)
             self._compare(full=self._turns % FULL_EVERY == 0)
@@ -187,6 +204,13 @@ class Checker:
                     lease.rows,
                 )
 
+    def _check_spinning(self) -> None:
+        now = trio.current_time()
+        self._spins = self._spins + 1 if now == self._last_turn else 0
+        self._last_turn = now
+        if self._spins > MOST_SPINS:
+            raise Broken(f"the broker has nothing to do and does not wait ({self._spins} turns in no time)")
+
     def judged_check(self) -> None:
         """`check`, from the clock."""
         with self._judging():
@@ -204,13 +228,23 @@ class Checker:
                 known.latest = until
             case m.Heartbeat() if known and known.open:
                 known.earliest = known.latest = until
-            case m.Bye() if not again:
-                self._sessions.pop(session, None)
+            case m.Bye() if known and not again:
+                known.leaving = True
             case m.EndSession(name=name) if not again:
-                for other in [s for s, known in self._sessions.items() if known.name == name and known.open]:
-                    del self._sessions[other]
+                for other in self._sessions.values():
+                    other.leaving |= other.name == name
             case m.Extend(lease=id) if known and known.open:
                 self._extend(session, id, now, again)
+
+    def _note_leaving(self, session: str, request: Any, *, refused: bool) -> None:
+        """A goodbye is answered: who left is gone, unless the broker did not know who asked."""
+        if isinstance(request, m.Bye | m.EndSession):
+            name = request.name if isinstance(request, m.EndSession) else ""
+            for id in [id for id, x in self._sessions.items() if x.leaving and (x.name == name or id == session)]:
+                if refused:
+                    self._sessions[id].leaving = False
+                else:
+                    del self._sessions[id]
 
     def _extend(self, session: str, id: int, now: float, again: bool) -> None:
         lease = self.model.live.get(id)
@@ -228,9 +262,10 @@ class Checker:
                 raise Broken(f"lease {event.lease} went to session {event.session}, which is not there", event.rows)
         if isinstance(event, e.Ended) and event.cause == "session" and (lease := self.model.leases.get(event.lease)):
             session = self._sessions.get(lease.session)
-            if session is not None and now < session.earliest - EPSILON:
+            if session is not None and not session.leaving and now < session.earliest - EPSILON:
                 raise Broken(
-                    f"session {lease.session} lost lease {lease.id} {session.earliest - now:.3f} s too early", event.rows
+                    f"session {lease.session} lost lease {lease.id} {session.earliest - now:.3f} s too early",
+                    event.rows,
                 )
             if session is not None and session.latest <= now + EPSILON:
                 session.open = False
@@ -257,7 +292,9 @@ class Checker:
             raise Broken(f"leases differ from the journal: {sorted(map(str, odd_leases))[:4]}")
         here_now = table.version, table.step, set(table.versions)
         if here_now != (self.model.version, self.model.step, set(self.model.versions)):
-            raise Broken(f"version, step, versions are {here_now}; the journal says {self.model.version}, {self.model.step}")
+            raise Broken(
+                f"version, step, versions are {here_now}; the journal says {self.model.version}, {self.model.step}"
+            )
         self._compare_counts()
 
     def _compare_group(self, group: Group) -> None:
@@ -272,10 +309,14 @@ class Checker:
             attempts = {stage: n for stage, n in known.attempts.items() if n}
             seen = (known.step, known.leases, done, attempts)
             if seen != (row.step, row.held, set(row.done), {s: n for s, n in row.attempts.items() if n}):
-                raise Broken(f"the table says step, leases, done, attempts {seen} of {row}, {dict(row.attempts)}", [row.id])
+                raise Broken(
+                    f"the table says step, leases, done, attempts {seen} of {row}, {dict(row.attempts)}", [row.id]
+                )
             for stage in self.model.stages_of(row):
                 if stage.unit == "row" and self.model.wants(stage, row) != (stage.name in known.ready):
-                    raise Broken(f"row {row.id} is ready for {sorted(known.ready)}, which is wrong of {stage.name}", [row.id])
+                    raise Broken(
+                        f"row {row.id} is ready for {sorted(known.ready)}, which is wrong of {stage.name}", [row.id]
+                    )
 
     def _compare_counts(self) -> None:
         assert self._broker is not None
@@ -289,7 +330,9 @@ class Checker:
         found["unleased"] = statistics.waiting + statistics.ready
         counts = self.model.counts()
         if statistics.tasks != len(self.model.rows) or {k: n for k, n in found.items() if n} != dict(counts):
-            raise Broken(f"counted {found} of {statistics.tasks} tasks; there are {dict(counts)} of {len(self.model.rows)}")
+            raise Broken(
+                f"counted {found} of {statistics.tasks} tasks; there are {dict(counts)} of {len(self.model.rows)}"
+            )
 
     def _check_waiting(self) -> None:
         """No request waits that could be served."""
@@ -313,85 +356,15 @@ class Checker:
         """What is acknowledged is on the disk, and as durable as the reply says."""
         promised = getattr(reply, "durability", "") == "fsync" or isinstance(request, m.CommitVersion | m.Reconcile)
         if promised and not self._synced():
-            raise Broken(f"{type(request).__name__} was acknowledged as fsynced, which is not done yet", self._rows_of(reply))
-        check = getattr(self, f"_reply_{type(request).__name__}", None)
-        if check is not None:
-            check(session, request, reply)
+            raise Broken(
+                f"{type(request).__name__} was acknowledged as fsynced, which is not done yet", self._rows_of(reply)
+            )
+        if (check := replies.CHECKS.get(type(request))) is not None:
+            check(self.model, session, request, reply)
 
     @staticmethod
     def _rows_of(reply: Any) -> tuple[int, ...]:
         return reply.rows if isinstance(reply, m.Receipt) else ()
-
-    def _reply_PutTasks(self, session: str, request: m.PutTasks, reply: m.Receipt) -> None:  # noqa: N802
-        groups = [self.model.keys.get(key) for key in request.keys]
-        rows = tuple(row.id for group in groups if group for row in group.rows)
-        if rows != reply.rows:
-            raise Broken(f"put of {request.keys} was acknowledged as rows {reply.rows}; journaled are {rows}", reply.rows)
-
-    def _reply_LeaseRows(self, session: str, request: m.LeaseRows, reply: m.Grant) -> None:  # noqa: N802
-        if not reply.rows:
-            return
-        ids = {keys.row for keys in reply.rows}
-        lease = self.model.leases.get(reply.lease)
-        if lease is None or lease.session != session or lease.stage != request.stage or not ids <= set(lease.granted):
-            raise Broken(f"{session} was told of lease {reply.lease} with rows {sorted(ids)}, which is not journaled", ids)
-        if reply.version not in self.model.versions and reply.version:
-            raise Broken(f"lease {reply.lease} names version {reply.version}, which does not exist", ids)
-        for keys in reply.rows:
-            row = self.model.rows[keys.row]
-            if (keys.group, keys.member, keys.split) != (row.group.id, row.member, row.split):
-                raise Broken(f"lease {reply.lease} describes {row} as {keys}", ids)
-            if row.held.get(lease.stage) == lease.id and keys.attempt != row.attempts[lease.stage]:
-                raise Broken(f"row {row.id} is told to be attempt {keys.attempt}, is {row.attempts[lease.stage]}", [row.id])
-
-    def _reply_WriteColumns(self, session: str, request: m.WriteColumns, reply: m.Receipt) -> None:  # noqa: N802
-        lease = self.model.leases.get(request.lease)
-        if lease is None or lease.session != session:
-            raise Broken(f"a write of {session} to lease {request.lease}, not its own, was accepted", reply.rows)
-        for id in reply.rows:
-            if self.model.rows[id].done.get(lease.stage) != lease.id:
-                raise Broken(f"a write of row {id} under lease {lease.id} was acknowledged but is not journaled", [id])
-
-    def _reply_Release(self, session: str, request: m.Release, reply: m.Receipt) -> None:  # noqa: N802
-        if held := set(reply.rows) & self.model.leases[request.lease].rows:
-            raise Broken(f"rows {sorted(held)} were given back, but lease {request.lease} still holds them", held)
-
-    def _reply_Drop(self, session: str, request: m.Drop, reply: m.Receipt) -> None:  # noqa: N802
-        if alive := [id for id in reply.rows if self.model.rows[id].end is None]:
-            raise Broken(f"rows {alive} were dropped, but are alive", alive)
-
-    def _reply_BeginVersion(self, session: str, request: m.BeginVersion, reply: m.Number) -> None:  # noqa: N802
-        version = self.model.versions.get(reply.value)
-        if version is None or version.step != request.step:
-            raise Broken(f"version {reply.value} was handed out for step {request.step} but is not journaled")
-
-    def _reply_CommitVersion(self, session: str, request: m.CommitVersion, reply: m.Number) -> None:  # noqa: N802
-        version = self.model.versions.get(request.version)
-        if version is None or not version.committed:
-            raise Broken(f"version {request.version} was acknowledged as committed but is not journaled")
-
-    def _reply_CommitStep(self, session: str, request: m.CommitStep, reply: m.Receipt) -> None:  # noqa: N802
-        if set(self.model.steps.get(request.step, ())) != set(request.rows):
-            raise Broken(f"step {request.step} was acknowledged but is not journaled", request.rows)
-
-    def _reply_Retire(self, session: str, request: m.Retire, reply: m.Number) -> None:  # noqa: N802
-        if self.model.retired_through < request.through:
-            raise Broken(f"steps to {request.through} were acknowledged as retired; those to "
-                         f"{self.model.retired_through} are")
-
-    def _reply_Reconcile(self, session: str, request: m.Reconcile, reply: m.Number) -> None:  # noqa: N802
-        if self.model.step != request.step:
-            raise Broken(f"reconcile to step {request.step} was acknowledged; the step is {self.model.step}")
-
-    def _check_refusal(self, session: str, request: Any, payload: Buffer, reply: wire.Refused) -> None:
-        """A lease's holder is not sent away."""
-        if not isinstance(request, m.WriteColumns) or reply.error != "LeaseExpired":
-            return
-        lease = self.model.live.get(request.lease)
-        rows = decode(payload, "write").column("row").to_pylist()
-        if lease is not None and lease.session == session and set(rows) <= lease.rows:
-            raise Broken(f"the holder of lease {lease.id} was refused: {reply.message}", rows)
-        self.caught_late += 1
 
     # -- parts
 
@@ -454,6 +427,3 @@ def _describe(event: e.Event) -> str:
         case _:
             fields = ", ".join(f"{f}={getattr(event, f)}" for f in event.__struct_fields__ if f not in ("at", "rows"))
             return f"{type(event).__name__}({fields})"
-
-
-__all__ = ["Broken", "Checker", "Lease", "Row"]

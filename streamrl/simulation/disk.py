@@ -104,6 +104,13 @@ class SimJournal(Journal):
         await trio.sleep(self._disk.rng.expovariate(1 / SYNC_SECONDS) * (10 if slow else 1))
         self.sync()
 
+    def delete_unneeded(self) -> list[int]:
+        """What a snapshot covers need not be synced any more."""
+        gone = super().delete_unneeded()
+        for number in gone:
+            self._disk.unsynced.pop(number, None)
+        return gone
+
     def close(self) -> None:
         """The process is gone; with it, after a power loss, what was not synced."""
         super().close()

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from typing import Final
 
 import trio
 
 from streamrl_queue import Lease, Member, TransferQueue
-from streamrl_queue.errors import DeadlineExceeded, EngineError, StreamRLError, WeightError
+from streamrl_queue.errors import DeadlineExceeded, EngineError, WeightError
 from streamrl_queue.nursery import open_nursery
 from streamrl_queue.rpc import RpcClient
 from streamrl_queue.schema import arrays
@@ -32,7 +31,7 @@ COLUMNS: Final = ("tokens", "mask", "advantage")
 
 
 class Checkpoints:
-    """The learner's disk: the step of the newest checkpoint whose marker is durable, and the step that ended the run."""
+    """The learner's disk: the step of the newest checkpoint whose marker is durable."""
 
     def __init__(self) -> None:
         self.durable = 0
@@ -138,6 +137,8 @@ class SimPublisher:
         self._parent: int | None = None
         self._step = 0
         self._served: dict[str, int] = {}
+        # Engines that failed a publish; the next attempt does without them.
+        self._trouble: set[str] = set()
 
     async def publish(self, step: int) -> None:
         """Hand the weights of `step` over, once the publish before is done."""
@@ -182,18 +183,21 @@ class SimPublisher:
 
     async def _publish(self, step: int) -> None:
         while True:
-            engines = list(self._engines)
+            engines = [engine for engine in self._engines if engine.session not in self._trouble]
             version = await self._queue.begin_version(step, self._parent)
             failed = await self._ask(engines, Apply(version, step))
-            if len(failed) < len(engines):
+            if engines and not failed:
                 break
             await self._ask(engines, Abort(version))
-            await trio.sleep(PUBLISH_SECONDS)
-        for engine in failed:
-            await self._fence(engine)
+            for engine in failed:
+                await self._fence(engine)
+            if len(failed) == len(engines):
+                await trio.sleep(PUBLISH_SECONDS)
+                self._trouble.clear()
         await self._queue.commit_version(version, f"digest-{version}")
         self._parent, self._step = version, step
-        await self._resume([engine for engine in engines if engine not in failed], version)
+        self._trouble.clear()
+        await self._resume(engines, version)
 
     async def _catch_up(self, engines: list[Member]) -> None:
         assert self._parent is not None
@@ -213,6 +217,7 @@ class SimPublisher:
 
     async def _fence(self, engine: Member) -> None:
         self._served.pop(engine.session, None)
+        self._trouble.add(engine.session)
         await self._queue.fence(engine.session, "failed a publish")
 
     async def _ask(self, engines: Sequence[Member], request: Apply | Resume | Abort) -> list[Member]:
@@ -222,9 +227,7 @@ class SimPublisher:
         async def one(engine: Member) -> None:
             assert engine.endpoint is not None
             try:
-                async with AsyncExitStack() as stack:
-                    connection = RpcClient.connect(engine.endpoint, EngineReply, transport=self._transport)
-                    client = await stack.enter_async_context(connection)
+                async with RpcClient.connect(engine.endpoint, EngineReply, transport=self._transport) as client:
                     await client.call(request, deadline=PUBLISH_SECONDS, source=engine.name)
             except (DeadlineExceeded, EngineError, WeightError):
                 failed.append(engine)
@@ -233,6 +236,3 @@ class SimPublisher:
             for engine in engines:
                 nursery.start_soon(one, engine)
         return sorted(failed, key=lambda engine: engine.name)
-
-
-__all__ = ["Checkpoints", "SimLearner", "StreamRLError"]

@@ -74,6 +74,7 @@ class Lease:
         self.rows = set(event.rows)
         self.step = event.step
         self.earliest = self.latest = until
+        self.cause: e.EndCause | None = None
 
 
 class Version:
@@ -92,7 +93,7 @@ class Model:
         self._durable_step = durable_step
         self.stages = {stage.name: stage for stage in flow.stages}
         writer = {column: stage.name for stage in flow.stages for column in stage.writes}
-        self.needs = {s.name: {writer[c] for c in s.reads if c in writer} for s in flow.stages}
+        self.needs = {s.name: {writer[c] for c in s.reads if c in writer} | {*s.after} for s in flow.stages}
         self.rows: dict[int, Row] = {}
         # All groups, and those with rows that the queue still has.
         self.groups: dict[int, Group] = {}
@@ -114,8 +115,8 @@ class Model:
         self._last_lease = 0
         # Rows trained in steps up to each step.
         self._through: dict[int, int] = {0: 0}
-        # Whether the learner ever went back, and whether an engine sampled under an older version than the lease's:
-        # then a row may become stale although younger rows were held back for it.
+        # Whether the learner ever went back, a row was lost, or an engine sampled under an older version than the
+        # lease's: then a row may become stale although younger rows were held back for it.
         self.disturbed = False
         self.folds: dict[type[e.Event], Callable[..., Sequence[Group]]] = {
             e.Put: self._put,
@@ -136,7 +137,9 @@ class Model:
 
         `born[i]` is the step of the oldest version that really sampled row i of a rollout's write.
         """
-        groups = self._written(event, now, born) if isinstance(event, e.Written) else self.folds[type(event)](event, now)
+        groups = (
+            self._written(event, now, born) if isinstance(event, e.Written) else self.folds[type(event)](event, now)
+        )
         for group in groups:
             self._settle(group)
         return groups
@@ -158,8 +161,9 @@ class Model:
         return self.needs[name] <= row.done.keys()
 
     def group_ready(self, stage: Stage, group: Group) -> bool:
-        here = group.here
-        return bool(here) and all(self.wants(stage, row) for row in here)
+        """Whether all that is left of the group wants the group stage, or has passed it."""
+        wanting = [row for row in group.here if self.wants(stage, row)]
+        return bool(wanting) and all(row in wanting or stage.name in row.done for row in group.here)
 
     def trained_at(self, step: int) -> int:
         """Rows trained in the steps up to `step` of the surviving history."""
@@ -202,7 +206,9 @@ class Model:
         if len(set(event.keys)) != len(event.keys):
             raise Broken(f"one put names a key twice: {event.keys}")
         if event.first_row != len(self.rows) + 1 or event.first_group != len(self.groups) + 1:
-            raise Broken(f"put starts at row {event.first_row} and group {event.first_group}: ids repeat or are skipped")
+            raise Broken(
+                f"put starts at row {event.first_row} and group {event.first_group}: ids repeat or are skipped"
+            )
         groups = []
         for number, key in enumerate(event.keys):
             group = self.keys[key] = Group(event.first_group + number)
@@ -245,7 +251,7 @@ class Model:
     def _check_whole(self, stage: Stage, rows: list[Row]) -> None:
         ids = {row.id for row in rows}
         for group in _groups(rows):
-            if missing := [row.id for row in group.here if row.id not in ids]:
+            if missing := [row.id for row in group.here if row.id not in ids and stage.name not in row.done]:
                 raise Broken(f"group {group.id} was leased for {stage.name} without rows {missing}", ids)
             if len(group.here) < stage.min_members:
                 raise Broken(f"group {group.id} was leased for {stage.name} with {len(group.here)} members", ids)
@@ -302,6 +308,7 @@ class Model:
     def _ended(self, event: e.Ended, now: float) -> list[Group]:
         lease = self._lease(event.lease, event.rows, f"end ({event.cause})")
         stage = self.stages[lease.stage]
+        lease.cause = event.cause
         if event.cause == "expired" and now < lease.earliest - EPSILON:
             raise Broken(f"lease {lease.id} ran out {lease.earliest - now:.3f} s too early", event.rows)
         rows = [self._row(id) for id in event.rows]
@@ -439,6 +446,8 @@ class Model:
         self.ends[f"{how} {reason}".strip()] += 1
         if self.bound(row) and row.group.admitted:
             self.lost += 1
+            # Its place is free for a part of a group only.
+            self.disturbed = True
 
     def _settle(self, group: Group) -> None:
         """End rows that have passed all their stages, and what is left of groups that became too small."""

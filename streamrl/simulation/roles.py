@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Final, cast
 
 import pyarrow as pa
@@ -56,10 +56,12 @@ async def engine(world: World, node: Node) -> None:
     s = world.scenario
     made = TimedEngine(world.rng(node), s.seed, s.token_seconds, s.poison_share)
     transport = world.network.transport(node)
-    async with RpcServer.bind(f"sim://{node.name}:0", EngineRequest, made.handle, transport=transport) as server:
-        async with connected(world, node, "engine", server.address) as queue:
-            made.queue = queue
-            await made.announce()
+    async with (
+        RpcServer.bind(f"sim://{node.name}:0", EngineRequest, made.handle, transport=transport) as server,
+        connected(world, node, "engine", server.address) as queue,
+    ):
+        made.queue = queue
+        await made.announce()
 
 
 class SimFleet(EngineFleet):
@@ -91,16 +93,18 @@ async def producer(world: World, node: Node) -> None:
         slice_tokens=rng.choice((64, 512)),
     )
     template = cast(ChatTemplate, PlainTemplate())
-    async with connected(world, node, "producer") as queue:
-        async with SimFleet.watch(queue, slice_tokens=config.slice_tokens) as fleet:
-            assert isinstance(fleet, SimFleet)
-            fleet.transport = world.network.transport(node)
-            made = Producer(queue, fleet, AGENT, template, config)
-            try:
-                await made.run()
-            finally:
-                with trio.CancelScope(shield=True, deadline=trio.current_time() + RELEASE_SECONDS):
-                    await made.release("producer stops")
+    async with (
+        connected(world, node, "producer") as queue,
+        SimFleet.watch(queue, slice_tokens=config.slice_tokens) as fleet,
+    ):
+        assert isinstance(fleet, SimFleet)
+        fleet.transport = world.network.transport(node)
+        made = Producer(queue, fleet, AGENT, template, config)
+        try:
+            await made.run()
+        finally:
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + RELEASE_SECONDS):
+                await made.release("producer stops")
 
 
 async def scorer(world: World, node: Node) -> None:
@@ -117,11 +121,9 @@ async def _evaluate(queue: TransferQueue) -> None:
         lease = await queue.lease("evaluate", rows=16, wait=EVALUATE_SECONDS)
         if lease is not None:
             ids = pa.array(lease.ids, pa.uint64())
-            try:
+            # When it has run out, the rows come again.
+            with suppress(LeaseExpired):
                 await queue.write(lease, pa.RecordBatch.from_arrays([ids], names=["row"]))
-            except LeaseExpired:
-                world_log = "the lease ran out; the rows come again"
-                queue.report(world_log)
 
 
 async def learner(world: World, node: Node) -> None:
@@ -165,7 +167,8 @@ async def _feed(world: World, queue: TransferQueue, rng: random.Random) -> None:
             start = fed[split] - (rng.randint(0, min(2, fed[split])) if rng.random() < 0.1 else 0)
             tasks = [sample_task(s.seed, split, i, s.failing_share) for i in range(start, start + n)]
             try:
-                await queue.put(tasks, members=s.group_size if split == "train" else 1, split=split, wait=5.0)
+                members = s.group_size if split == "train" else 1
+                await queue.put(tasks, members=members, split=split, priority=rng.choice((0, 0, 0, 1)), wait=5.0)
                 fed[split] = start + n
             except QueueFull:
                 continue

@@ -20,7 +20,9 @@ class Line(NamedTuple):
     rows: tuple[int, ...]
 
     def __str__(self) -> str:
-        rows = f"  rows {', '.join(map(str, self.rows[:12]))}{', …' if len(self.rows) > 12 else ''}" if self.rows else ""
+        rows = (
+            f"  rows {', '.join(map(str, self.rows[:12]))}{', …' if len(self.rows) > 12 else ''}" if self.rows else ""
+        )
         return f"{self.time:12.4f}  {self.text}{rows}"
 
 

@@ -17,6 +17,7 @@ import logging
 import random
 import tempfile
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,16 +63,19 @@ SLOWEST: Final = 300.0
 EPOCH: Final = 1.7e9
 # After the faults, virtual time in which all that is left must end: far more than the longest chain of deadlines.
 PATIENCE_SECONDS: Final = 900.0
+# Of a crash, where it happened and how it came there.
+CRASH_FRAMES: Final = 5
 # A supervisor that cannot tell the broker of a death goes on without.
 TELL_SECONDS: Final = 2.0
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a run. `failure` is the broken invariant."""
+    """What came of a run. `failure` is the broken invariant, or (`is_crash`) the error that ended a process."""
 
     seed: int
     digest: str
     failure: str | None
+    is_crash: bool
     trace: tuple[str, ...]
     virtual_seconds: float
     seconds: float
@@ -98,6 +102,8 @@ class World:
         self.coordinator: TransferQueue | None = None
         self.nodes: dict[str, Node] = {}
         self.faults: dict[str, int] = {}
+        # Whether code ended with an error of its own, and not with a broken invariant.
+        self.is_crash = False
         self.calm = trio.Event()
         self.done = trio.Event()
         self._rng = random.Random(f"world/{scenario.seed}")
@@ -151,8 +157,24 @@ class World:
             return
         left = [row for group in self.checker.model.alive.values() for row in group.here if row.step is None]
         story = "; ".join(map(str, left[:4])) or "no row is left, but the learner has not finished"
-        self._fail(Broken(f"{PATIENCE_SECONDS:.0f} s after the last fault {len(left)} rows have not ended: {story}",
-                          [row.id for row in left[:4]]))
+        self._fail(
+            Broken(
+                f"{PATIENCE_SECONDS:.0f} s after the last fault {len(left)} rows have not ended: {story}",
+                [row.id for row in left[:4]],
+            )
+        )
+
+    def crashed(self, error: Exception) -> None:
+        """Remember what ended the run, unless an invariant was broken before."""
+        first = first_error(error) if isinstance(error, BaseExceptionGroup) else error
+        if self.checker.failure is None:
+            self.checker.failure = first if isinstance(first, Broken) else Broken(f"{type(first).__name__}: {first}")
+            if not isinstance(first, Broken):
+                self.is_crash = True
+                for frame in traceback.extract_tb(first.__traceback__)[-CRASH_FRAMES:]:
+                    self.trace.note(
+                        trio.current_time(), f"at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+                    )
 
     def _fail(self, error: Broken) -> None:
         if self.checker.failure is None:
@@ -313,19 +335,19 @@ def simulate(scenario: Scenario) -> Result:
     started = time.perf_counter()
     clock = trio.testing.MockClock(rate=0.0, autojump_threshold=0.0)
     base = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="streamrl-simulation-", dir=base) as directory, _deterministic(scenario.seed):
+    with (
+        tempfile.TemporaryDirectory(prefix="streamrl-simulation-", dir=base) as directory,
+        _deterministic(scenario.seed),
+    ):
         worlds: list[World] = []
 
         async def main() -> float:
             worlds.append(World(scenario, Path(directory)))
             try:
                 await worlds[0].run()
-            except BaseExceptionGroup as group:
-                error = first_error(group)
-                if not isinstance(error, Broken):
-                    raise error from None
-            except Broken:
-                pass
+            # The edge of the simulation: whatever ended a process that must not end is what was found.
+            except Exception as error:
+                worlds[0].crashed(error)
             return trio.current_time()
 
         virtual = trio.run(main, clock=clock)
@@ -339,15 +361,16 @@ def _result(world: World, virtual: float, seconds: float) -> Result:
         seed=world.scenario.seed,
         digest=world.trace.digest,
         failure=str(failure) if failure else None,
+        is_crash=world.is_crash,
         trace=tuple(world.trace.tail(failure.rows)) if failure else (),
         virtual_seconds=virtual,
         seconds=seconds,
         events=world.checker.events,
         entries=world.trace.count,
-        counts={name: n for name, n in sorted(model.counts().items())},
+        counts=dict(sorted(model.counts().items())),
         faults=dict(sorted((world.faults | dict(world.network.counts)).items())),
         refused=dict(sorted(world.checker.refused.items())),
-        late_writes=world.checker.caught_late,
+        late_writes=world.checker.late_writes,
         steps=model.step,
         versions=len(model.versions),
     )

@@ -81,6 +81,7 @@ def test_a_whole_episode_is_one_exact_row() -> None:
         "tool_calls": 2.0,
         "tool_errors": 0.0,
         "parse_errors": 0.0,
+        "tool_texts_cut": 0.0,
         "tokens_sampled": float(len(sampled(trajectory))),
         "forks": 0.0,
     }
@@ -101,6 +102,7 @@ def test_a_tool_that_raises_is_read_by_the_model_and_counted() -> None:
     assert trajectory.status == "completed"
     assert "<|tool|>error: ValueError: broken<|end|>" in template.decode(trajectory.tokens.tolist())
     assert (trajectory.metrics["tool_errors"], trajectory.metrics["tool_calls"]) == (1.0, 1.0)
+    assert trajectory.error == "tool fail: ValueError: broken"
 
 
 def test_malformed_calls_are_answered_and_the_episode_lives() -> None:
@@ -187,6 +189,94 @@ def test_a_tool_result_that_does_not_fit_is_truncated_length() -> None:
     assert (trajectory.status, trajectory.turns) == ("truncated_length", 1)
 
 
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("x" * 192 + "Result 9", "[180 characters cut]xxxxxxxxxxxxResult 9"),
+        ("長" * 21 + "い", "[2 characters cut]" + "長" * 19 + "い"),
+    ],
+)
+def test_a_tool_text_that_is_too_long_loses_its_beginning_and_says_so(text: str, kept: str) -> None:
+    class Long(Bench):
+        def read(self) -> str:
+            """Read."""
+            return text
+
+    trajectory = play(Long, call("read"), "done", max_tool_characters=20)
+    assert trajectory.status == "completed"
+    assert f"<|tool|>{kept}<|end|>" in tiny().decode(trajectory.tokens.tolist())
+    assert trajectory.metrics["tool_texts_cut"] == 1.0
+
+
+class Spoken:
+    """What was encoded, and in which thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.template = tiny()
+        self.texts: list[str] = []
+        self.threads: set[threading.Thread] = set()
+        encode = self.template.encode
+
+        def spy(text: str) -> list[int]:
+            self.texts.append(text)
+            self.threads.add(threading.current_thread())
+            return encode(text)
+
+        monkeypatch.setattr(self.template, "encode", spy)
+
+
+def test_a_prompt_that_can_never_fit_is_refused_without_encoding_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Huge(Bench):
+        def reset(self, task: dict[str, Any]) -> str:
+            return "x" * 5_000_000
+
+    spoken = Spoken(monkeypatch)
+    trajectory = play(Huge, template=spoken.template)
+    assert (trajectory.status, len(trajectory.tokens)) == ("truncated_prompt", 0)
+    assert "the prompt adds 5000" in str(trajectory.error)
+    assert spoken.texts == []
+
+
+def test_a_huge_tool_text_is_cut_before_anything_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Huge(Bench):
+        def read(self) -> str:
+            """Read."""
+            return "x" * 5_000_000 + "Result 9"
+
+    spoken = Spoken(monkeypatch)
+    trajectory = play(Huge, call("read"), "done", template=spoken.template, max_tokens=20_000)
+    assert trajectory.status == "completed"
+    assert max(map(len, spoken.texts)) < 17_000
+    assert "Result 9<|end|>" in tiny().decode(trajectory.tokens.tolist())
+
+
+def test_long_texts_are_encoded_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Long(Bench):
+        def reset(self, task: dict[str, Any]) -> str:
+            return "x" * task["characters"]
+
+    async def stop(tokens: Any, max_tokens: int) -> Turn:
+        return Turn(np.asarray([spoken.template.stop_ids[0]], np.int32), np.zeros(1, np.float32))
+
+    for characters, here in ((100, True), (20_000, False)):
+        spoken = Spoken(monkeypatch)
+        task = {"characters": characters}
+        trajectory = play(Long, task=task, template=spoken.template, generate=stop, max_tokens=30_000)
+        assert trajectory.status == "completed"
+        assert (threading.main_thread() in spoken.threads) is here
+
+
+def test_the_error_of_a_tool_is_cut_in_its_row() -> None:
+    class Loud(Bench):
+        def shout(self) -> str:
+            """Shout."""
+            raise RuntimeError("x" * 100_000 + " the reason")
+
+    trajectory = play(Loud, call("shout"), "done", max_tokens=30_000)
+    assert len(str(trajectory.error)) < 4100
+    assert str(trajectory.error).endswith("the reason")
+
+
 def test_too_many_turns_are_truncated_turns_and_the_last_call_is_not_executed() -> None:
     trajectory = play(Bench, *[call("add", amount=1)] * 3, max_turns=3)
     assert (trajectory.status, trajectory.turns, trajectory.outcome) == ("truncated_turns", 3, None)
@@ -203,6 +293,124 @@ def test_an_episode_past_its_deadline_is_error_timeout() -> None:
 def test_a_slow_asynchronous_tool_is_stopped_and_the_episode_goes_on() -> None:
     trajectory = play(Bench, call("hang"), "done", tool_seconds=10, clock=jumping())
     assert (trajectory.status, trajectory.metrics["tool_errors"]) == ("completed", 1.0)
+
+
+@pytest.mark.parametrize("method", ["__init__", "reset", "reward"])
+def test_a_method_past_the_tool_deadline_is_error_timeout_and_is_named(method: str) -> None:
+    class Slow:
+        inline = True
+
+        async def reset(self, task: dict[str, Any]) -> str:
+            if method == "reset":
+                await trio.sleep_forever()
+            return "go"
+
+        async def reward(self) -> float:
+            return await trio.sleep_forever()
+
+    async def build() -> None:
+        await trio.sleep_forever()
+
+    agent = agent_of(Slow)
+    if method == "__init__":
+        agent._kind = build  # type: ignore[attr-defined]
+    trajectory = play(agent, "done", tool_seconds=3, episode_seconds=600, clock=jumping())
+    assert (trajectory.status, trajectory.outcome) == ("error_timeout", None)
+    assert trajectory.error == f"Slow.{method} took longer than 3 s (tool_seconds)"
+
+
+def test_a_thread_that_hangs_in_reset_costs_only_its_episode() -> None:
+    leave = threading.Event()
+
+    class Stuck(Bench):
+        inline = False
+
+        def reset(self, task: dict[str, Any]) -> str:
+            leave.wait()
+            return "go"
+
+    try:
+        trajectory = play(Stuck, tool_seconds=0.05)
+    finally:
+        leave.set()
+    assert (trajectory.status, trajectory.error) == (
+        "error_timeout",
+        "Stuck.reset took longer than 0.05 s (tool_seconds)",
+    )
+
+
+class Quits(Bench):
+    """Raises in every method what would end a process."""
+
+    def __init__(self, place: str = "", error: type[BaseException] = SystemExit) -> None:
+        self.place, self.error = place, error
+
+    def reset(self, task: dict[str, Any]) -> str:
+        self.place = task["place"]
+        self.error = {"exit": SystemExit, "interrupt": KeyboardInterrupt, "own": Stop}[task["error"]]
+        return self._maybe("reset") or "go"
+
+    def work(self) -> str:
+        """Work."""
+        return self._maybe("work") or "worked"
+
+    def reward(self) -> float:  # type: ignore[override]
+        self._maybe("reward")
+        return 1.0
+
+    def _maybe(self, place: str) -> None:
+        if place == self.place:
+            raise self.error(2)
+
+
+class Stop(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [("exit", "SystemExit(2)"), ("interrupt", "KeyboardInterrupt(2)"), ("own", "Stop(2)")],
+)
+def test_what_would_end_the_process_ends_its_episode_alone(error: str, text: str, inline: bool) -> None:
+    class Here(Quits):
+        pass
+
+    Here.inline = inline
+    for place in ("reset", "reward"):
+        trajectory = play(Here, call("work"), "done", task={"place": place, "error": error})
+        assert (trajectory.status, trajectory.outcome) == ("error_env", None)
+        assert f"EnvironmentFailed: raised {text}" in str(trajectory.error)
+    trajectory = play(Here, call("work"), "done", task={"place": "work", "error": error})
+    assert (trajectory.status, trajectory.metrics["tool_errors"]) == ("completed", 1.0)
+    assert f"error: EnvironmentFailed: raised {text}<|end|>" in tiny().decode(trajectory.tokens.tolist())
+
+
+def test_an_agent_function_cannot_end_the_process() -> None:
+    async def quits(task: dict[str, Any], chat: Any) -> float:
+        raise SystemExit(3)
+
+    trajectory = play(quits)
+    assert trajectory.status == "error_env"
+    assert "raised SystemExit(3)" in str(trajectory.error)
+
+
+def test_an_exit_during_cancellation_is_contained_and_the_cancellation_passes() -> None:
+    async def untidy(task: dict[str, Any], chat: Any) -> float:
+        async def child() -> None:
+            try:
+                await trio.sleep_forever()
+            finally:
+                raise SystemExit(1)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(child)
+            await trio.sleep_forever()
+        return 1.0
+
+    trajectory = play(untidy, episode_seconds=5, clock=jumping())
+    assert trajectory.status == "error_env"
+    assert "SystemExit(1)" in str(trajectory.error)
 
 
 def test_a_turn_that_never_comes_is_error_timeout_and_says_for_what_it_waited() -> None:
@@ -367,15 +575,37 @@ def test_a_limit_cannot_be_hidden_by_catching_it() -> None:
     assert (trajectory.status, trajectory.turns) == ("truncated_turns", 2)
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "text", "none"])
-def test_a_reward_that_is_no_finite_number_is_error_env(value: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (float("nan"), "RewardError: reward: expected a finite float, got nan"),
+        (float("inf"), "RewardError: reward: expected a finite float, got inf"),
+        ("1", "RewardError: reward: expected a finite float, got '1'"),
+        (True, "RewardError: reward: expected a finite float, got True"),
+        (np.True_, "RewardError: reward: expected a finite float, got np.True_"),
+        (None, "expected a number, or numbers by name; got None"),
+        (1e308, "RewardError: reward: expected a float from -1e+06 to 1e+06, got 1e+308"),
+        (-(10**400), "RewardError: reward: expected a float from -1e+06 to 1e+06, got -1000"),
+        ({"right": False}, "RewardError: reward right: expected a finite float, got False"),
+        ({"a": 1e6, "b": 1e6}, "RewardError: reward, the sum of its parts: expected a float from -1e+06 to 1e+06"),
+    ],
+)
+def test_a_reward_that_nothing_could_be_learned_from_is_error_env(value: Any, text: str) -> None:
     class Bad(Bench):
         def reward(self) -> Any:  # type: ignore[override]
-            return {"nan": float("nan"), "inf": float("inf"), "text": "1", "none": None}[value]
+            return value
 
     trajectory = play(Bad, "ok")
     assert (trajectory.status, trajectory.outcome) == ("error_env", None)
-    assert "expected a" in str(trajectory.error)
+    assert text in str(trajectory.error)
+
+
+def test_a_reward_may_be_a_number_of_numpy() -> None:
+    class Numpy(Bench):
+        def reward(self) -> Any:  # type: ignore[override]
+            return np.float32(0.5)
+
+    assert play(Numpy, "ok").outcome == 0.5
 
 
 def test_named_rewards_are_summed_and_kept_apart() -> None:

@@ -102,12 +102,34 @@ def test_a_spec_that_names_nothing_says_what_to_write(spec: str, message: str) -
     assert message in str(caught.value)
 
 
-def test_an_import_that_fails_inside_a_file_keeps_its_own_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "line", "error"),
+    [
+        ("import not_installed_anywhere", 1, "ModuleNotFoundError: No module named 'not_installed_anywhere'"),
+        ("x = 1\nclass X\n", 2, "SyntaxError: expected ':'"),
+        ("import json\njson.loads('nothing')", 2, "JSONDecodeError: Expecting value"),
+        ("raise SystemExit('no')", 1, "SystemExit: no"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_refused_with_line_and_error_each_time(
+    tmp_path: Path, code: str, line: int, error: str
+) -> None:
     path = tmp_path / "broken.py"
-    path.write_text("import not_installed_anywhere\nclass X: ...")
+    path.write_text(code)
     for _ in range(2):
-        with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        with pytest.raises(ConfigError) as caught:
             load_agent(f"{path}:X")
+        assert str(caught.value).startswith(f"{path} cannot be imported: {path}:{line}: {error}")
+
+
+def test_an_error_in_a_module_that_the_environment_imports_is_told_at_its_own_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "helper_of_env.py").write_text("\n\n1 / 0")
+    (tmp_path / "env_with_helper.py").write_text("import helper_of_env")
+    with pytest.raises(ConfigError, match=r"env_with_helper cannot be imported: .*helper_of_env\.py:3: ZeroDivision"):
+        load_agent("env_with_helper:X")
 
 
 def test_a_class_without_reset_or_reward_is_refused() -> None:

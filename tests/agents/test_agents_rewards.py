@@ -194,8 +194,29 @@ def test_the_answer_of_a_row_that_sampled_nothing_is_empty() -> None:
 
 
 def test_a_reward_that_is_not_finite_is_refused() -> None:
-    with pytest.raises(RewardError, match="endless: expected a finite number, got nan"):
+    with pytest.raises(RewardError, match="endless: expected a finite float, got nan"):
         Scorer({f"{HERE}:endless": 1.0}).score(row(0))
+
+
+def truth(status: str) -> bool:
+    return True
+
+
+def exits(status: str) -> float:
+    raise SystemExit(2)
+
+
+def test_a_reward_of_a_function_is_checked_as_the_environments() -> None:
+    with pytest.raises(RewardError, match="truth: expected a finite float, got True"):
+        Scorer({f"{HERE}:truth": 1.0}).score(row(0))
+    with pytest.raises(RewardError, match=r"reward: expected a float from -1e\+06 to 1e\+06, got 2000000\.0"):
+        Scorer({"outcome": 2e6}).score(row(0, outcome=1.0))
+
+
+def test_a_scorer_that_calls_exit_costs_its_row(caplog: pytest.LogCaptureFixture) -> None:
+    queue = work([row(0)], Scorer({f"{HERE}:exits": 1.0}))
+    assert (queue.written, queue.dropped) == ({}, {"error_reward": [0]})
+    assert "raised SystemExit(2)" in caplog.text
 
 
 def test_a_function_that_asks_for_what_no_row_has_is_refused() -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from agents_support import CHATML, THINKING, bpe, template_of
+from agents_support import CHATML, THINKING, bpe, template_of, tiny
 
 from streamrl_agents.template import ChatTemplate
 from streamrl_agents.vocabulary import CHAT_TEMPLATE, END
@@ -116,3 +116,9 @@ def test_what_a_model_directory_lacks_is_named(tmp_path: Path) -> None:
     write(tmp_path, tokenizer_config={"eos_token": "<|im_end|>"})
     with pytest.raises(ConfigError, match=r"expected chat_template\.jinja"):
         ChatTemplate.load(tmp_path)
+
+
+def test_a_long_text_has_the_ids_of_its_parts() -> None:
+    template = tiny()
+    parts = ["<|user|>", "word 長 123 " * 5_000, "<|end|>"]
+    assert template.encode("".join(parts)) == [i for part in parts for i in template.tokenizer.encode(part).ids]

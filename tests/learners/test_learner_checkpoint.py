@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from learner_fakes import make_policy, write_model_dir
@@ -9,6 +11,7 @@ from learner_fakes import make_policy, write_model_dir
 from streamrl_learners.checkpoint import MARKER, Checkpoints, complete_steps, export, read_marker
 from streamrl_learners.fsdp import gather
 from streamrl_learners.ranks import Ranks
+from streamrl_queue.errors import ConfigError
 
 
 @pytest.fixture
@@ -42,8 +45,7 @@ def test_weights_and_moments_come_back(tmp_path, policy, adamw):
 
 def test_only_the_newest_are_kept(tmp_path, policy, adamw):
     checkpoints = make(tmp_path, keep=2)
-    for step in (1, 2, 3):
-        checkpoints.save(step, policy, adamw)
+    assert [checkpoints.save(step, policy, adamw) for step in (1, 2, 3)] == [1, 1, 2]
     assert complete_steps(checkpoints.directory) == [2, 3]
     assert checkpoints.newest() == 3
 
@@ -52,8 +54,18 @@ def test_nothing_to_resume_from(tmp_path):
     assert make(tmp_path).newest() is None
 
 
-@pytest.mark.parametrize("damage", ["no marker", "half a marker", "a file is short", "a file is missing"])
-def test_an_incomplete_checkpoint_is_never_taken(tmp_path, policy, adamw, damage):
+DAMAGES = {
+    "no marker": "is not complete",
+    "half a marker": "is not complete",
+    "another's marker": "is not complete",
+    "a file is short": "is not complete",
+    "a file is missing": "is not complete",
+    "a bit is flipped": "is damaged: __0_0.distcp is not what was written",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_an_unsound_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, policy, adamw, damage, caplog):
     checkpoints = make(tmp_path)
     checkpoints.save(1, policy, adamw)
     checkpoints.save(2, policy, adamw)
@@ -63,13 +75,39 @@ def test_an_incomplete_checkpoint_is_never_taken(tmp_path, policy, adamw, damage
         (path / MARKER).unlink()
     elif damage == "half a marker":
         (path / MARKER).write_bytes((path / MARKER).read_bytes()[:10])
+    elif damage == "another's marker":
+        (path / MARKER).write_bytes((path / MARKER).read_bytes().replace(b'"step":2', b'"step":3'))
+    elif damage == "a bit is flipped":
+        content = bytearray(weights.read_bytes())
+        content[len(content) // 2] ^= 1
+        weights.write_bytes(content)
     elif damage == "a file is short":
         weights.write_bytes(weights.read_bytes()[:-1])
     else:
         weights.unlink()
-    assert checkpoints.newest() == 1
+    with caplog.at_level(logging.WARNING, "streamrl_learners.checkpoint"):
+        assert checkpoints.newest() == 1
+    assert f"{path} {DAMAGES[damage]}" in caplog.text
     checkpoints.save(2, policy, adamw)
     assert checkpoints.newest() == 2
+
+
+@pytest.mark.parametrize("what", ["another model", "no metadata", "garbage"])
+def test_a_checkpoint_that_torch_cannot_load_is_one_error_that_names_it(tmp_path, policy, adamw, what):
+    checkpoints = make(tmp_path)
+    checkpoints.save(4, policy, adamw)
+    path = checkpoints.directory / "step-00000004"
+    if what == "another model":
+        policy = make_policy()
+        policy.lm.model.norm.weight = torch.nn.Parameter(torch.ones(7))
+        adamw = torch.optim.AdamW(policy.parameters())
+    elif what == "no metadata":
+        (path / ".metadata").unlink()
+    else:
+        weights = next(path.glob("*.distcp"))
+        weights.write_bytes(bytes(len(weights.read_bytes())))
+    with pytest.raises(ConfigError, match=r"checkpoints/step-00000004: expected a checkpoint of this model"):
+        checkpoints.load(4, policy, adamw)
 
 
 def test_a_kill_while_saving_leaves_the_older_checkpoint(tmp_path, policy, adamw, monkeypatch):

@@ -18,7 +18,7 @@ from streamrl_learners.optimise import NotFinite, Optimiser, Progress
 from streamrl_learners.ranks import Ranks
 from streamrl_learners.report import Reporter
 from streamrl_learners.stream import Stream
-from streamrl_queue.errors import NoProgress
+from streamrl_queue.errors import LeaseExpired, NoProgress
 
 
 class FakePublisher:
@@ -68,6 +68,25 @@ def test_commit_checkpoint_retire_publish_come_in_this_order(tmp_path):
     wanted = {"reward_mean", "loss", "lag_mean", "kl", "clip_share", "ess", "tokens", "tokens_per_second", "idle_share"}
     assert wanted <= emitted[0].keys()
     assert all(math.isfinite(value) for metrics in emitted for value in metrics.values())
+
+
+def test_a_learner_that_lost_its_rows_says_why_and_what_to_do(tmp_path, monkeypatch):
+    queue = FakeQueue([make_row(i) for i in range(4)])
+    run, _ = make_training(queue, tmp_path)
+
+    def refuse(step, rows):
+        raise LeaseExpired("row 0 is not leased to this session for this step")
+
+    monkeypatch.setattr(queue, "commit", refuse)
+    with pytest.raises(LeaseExpired, match=r"step 1: .*silent for longer than queue\.session_seconds.*--resume.*row 0"):
+        train(run, 1, 1)
+
+
+def test_rows_are_retired_through_the_oldest_checkpoint_that_is_kept(tmp_path):
+    queue = FakeQueue([make_row(i) for i in range(24)])
+    run, _ = make_training(queue, tmp_path, keep_checkpoints=2)
+    train(run, 1, 6)
+    assert [entry for entry in queue.log if entry[0] == "retire"] == [("retire", 2), ("retire", 2), ("retire", 4)]
 
 
 def test_every_step_moves_the_weights(tmp_path):
@@ -160,3 +179,10 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_share(tmp_path):
     assert rates[4] == pytest.approx(1 - 0.8 * 0.4)
     assert rates[9] == pytest.approx(1 - 0.8 * 0.9)
     assert rates.index(max(rates)) == 4
+
+
+def test_a_warm_up_longer_than_the_run_ends_with_it(tmp_path):
+    queue = FakeQueue([make_row(i) for i in range(40)])
+    run, emitted = make_training(queue, tmp_path, learning_rate=1.0, warmup_steps=50, final_learning_rate_share=1.0)
+    train(run, 1, 10)
+    assert [metrics["learning_rate"] for metrics in emitted] == pytest.approx([step / 10 for step in range(1, 11)])

@@ -194,6 +194,20 @@ def test_a_stopped_run_resumes_under_fresh_versions_and_trains_no_row_twice(tmp_
     assert [version.step for version in fresh] == [3, 4]
 
 
+def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(tmp_path):
+    """Slow (about 4 s): two learners, one after the other."""
+    with running(tmp_path / "journal", FakeEngine("engine-0")) as machine:
+        learn(machine, tmp_path)
+        newest = tmp_path / "checkpoints" / "step-00000004"
+        weights = next(newest.glob("*.distcp"))
+        weights.write_bytes(weights.read_bytes()[:-100])
+        resumed = learn(machine, tmp_path, resume=True)
+    assert [metrics["step"] for metrics in resumed] == [3, 4]
+    machine.statistics.check()
+    assert machine.statistics.trained == 32
+    assert complete_steps(tmp_path / "checkpoints") == [2, 4]
+
+
 def test_a_publish_that_cannot_be_verified_ends_the_learner_with_its_own_error(tmp_path):
     """Slow (about 3 s): the learner waits `wait_seconds` for a sound engine."""
     engine = FakeEngine("engine-0", "apply")

@@ -31,6 +31,17 @@ def test_a_micro_batch_is_made_of_what_is_ready():
     assert stream.rows(1) == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
+def test_a_rank_that_does_not_lead_says_what_it_waits_for_and_does():
+    class Follower(Ranks):
+        def share(self, numbers):
+            return Round(Turn.HAND_OUT, ((0, 1, 2, 3), (4, 5, 6, 7))).encode()
+
+    queue, said = FakeQueue(ROWS), []
+    queue.report = lambda activity=None, **gauges: said.append(activity)
+    list(make_stream(queue, ranks=Follower(rank=1, world=2)).micro_batches(1))
+    assert said == ["waits for the leader's rows of step 1", "trains step 1"]
+
+
 def test_steps_share_no_row():
     stream = make_stream(FakeQueue(ROWS))
     taken = []

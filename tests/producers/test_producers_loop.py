@@ -114,6 +114,24 @@ def columns(leases: list[Lease], name: str) -> list[Any]:
     return [value for lease in leases if lease.batch for value in lease.batch.column(name).to_pylist()]
 
 
+def test_calls_that_failed_are_counted_in_the_gauges(tmp_path: Path, template: ChatTemplate) -> None:
+    async def test() -> None:
+        async with stand(tmp_path, template, saying(template, "<tool_call>nothing</tool_call>")) as one:
+            await one.queue.put(tasks(2))
+            leases = await one.rollouts(2)
+            errors = sum(dict(metrics)["parse_errors"] for metrics in columns(leases, "metrics"))
+            assert errors > 0
+            gauges: dict[str, float] = {}
+            while gauges.get("episodes") != 2:
+                (producer,) = (await one.queue.members("producer", wait=0.1)).members
+                gauges = producer.gauges
+            assert gauges["parse_errors"] == errors
+            assert gauges["parse_error_episodes"] == 2
+            assert gauges["tool_errors"] == gauges["tool_error_episodes"] == 0
+
+    run(test)
+
+
 def test_every_row_is_played_and_written_once(tmp_path: Path, template: ChatTemplate) -> None:
     async def test() -> None:
         async with stand(tmp_path, template, following(template)) as one:

@@ -42,7 +42,19 @@ def test_config_prints_the_resolved_values_and_explain_the_meanings(capsys: pyte
     assert cli.main(["config", "learner.steps=7"]) == 0
     assert "steps: 7" in capsys.readouterr().out
     assert cli.main(["config", "--explain"]) == 0
-    assert "queue.max_staleness: int (default 2)\n    The most optimizer steps" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "queue.max_staleness: int (default 2)\n    The most optimizer steps" in out
+    assert "learner.steps: int (default 40, demo.yaml: 70)" in out
+    for arguments in (["learner.steps", "learner.steps=7"], ["learner.steps=7"]):
+        assert cli.main(["config", "--explain", *arguments]) == 0
+        assert "learner.steps: int (default 40, here: 7)" in capsys.readouterr().out
+
+
+def test_without_a_command_there_is_help_and_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "launch" in capsys.readouterr().out
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("streamrl ")
 
 
 def test_status_of_a_run_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

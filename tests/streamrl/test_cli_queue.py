@@ -59,6 +59,11 @@ def test_a_public_address_without_a_key_is_refused(tmp_path: Path, capsys: pytes
     assert "needs a key" in capsys.readouterr().err
 
 
+def test_a_directory_that_cannot_be_written_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["queue", "--bind", "tcp://127.0.0.1:0", "--dir", "/proc/x"]) == 2
+    assert capsys.readouterr().err.startswith("ConfigError: --dir /proc/x: cannot be used for a journal: ")
+
+
 def test_an_address_in_use_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     process, address = start(tmp_path / "one")
     assert cli.main(["queue", "--bind", address, "--dir", str(tmp_path / "two")]) == 1

@@ -39,6 +39,13 @@ def test_an_option_that_the_chosen_kind_would_ignore_is_refused_naming_its_keys(
     assert "algorithm.clip" in said
     assert "loss: reinforce" in said
     assert "its keys are advantage, correction" in said
+    assert "where a file sets it, write algorithm={loss: reinforce} to replace the whole block" in said
+    file = {**ENV, "model": {"kind": "tiny", "max_positions": 128}}
+    with pytest.raises(
+        ConfigError, match=r"leave max_positions out; where a file sets it, write model=\{kind: hf, path: …"
+    ):
+        resolve(file, ["model.kind=hf"])
+    assert "tracking[0].uri: kind: tensorboard has no key uri" in refusal("tracking=[{kind: tensorboard, uri: x}]")
 
 
 @pytest.mark.parametrize(
@@ -117,17 +124,43 @@ def test_a_missing_file_is_refused_with_the_names_of_the_shipped_ones() -> None:
         find_file("nowhere.yaml")
 
 
-def test_every_key_is_explained() -> None:
-    unexplained = [key.path for key in explain.keys(RunConfig) if not key.meaning]
-    assert unexplained == []
+def test_every_key_is_explained_once_for_each_kind_that_it_means_something_else_for() -> None:
+    found = list(explain.keys(RunConfig))
+    assert [key.path for key in found if not key.meaning] == []
+    kinds = {key.path: key.kind for key in found}
+    assert len(kinds) == len(found)
+    assert kinds["algorithm.normalise"] == kinds["algorithm.advantage.bound"] == ""
+    assert kinds["algorithm.clip"] == "loss: ppo_clip"
+    assert kinds["tracking[].uri"] == "kind: mlflow"
 
 
-def test_the_first_difference_of_two_configurations_is_found_by_key() -> None:
+def test_one_key_is_explained_with_its_value_in_the_file_when_that_is_not_the_default() -> None:
+    values = settings.plain(resolve({**ENV, "learner": {"steps": 7}, "model": {"max_positions": 2048}}))
+    told = explain.explanation(RunConfig, "learner.steps", values=values, source="my.yaml")
+    assert told == "learner.steps: int (default 40, my.yaml: 7)\n    Optimiser steps of the run."
+    told = explain.explanation(RunConfig, "model.layers", values=values)
+    assert told.startswith("model.layers: int (default 2)  [kind: tiny]\n")
+    with pytest.raises(ConfigError, match=r"there is no key learner\.stps; did you mean learner\.steps\?"):
+        explain.explanation(RunConfig, "learner.stps")
+
+
+def test_overrides_may_be_values_by_dotted_key() -> None:
+    given = {"model.max_positions": 2048, "learner.steps": 7, "tracking": [{"kind": "tensorboard"}]}
+    config = resolve(ENV, given)
+    assert (config.learner.steps, len(config.tracking)) == (7, 1)
+    assert resolve(settings.plain(config)) == config
+    with pytest.raises(ConfigError, match=r"override env\.kind: env is .* and has no key kind"):
+        resolve(ENV, {"env.kind": 1})
+    with pytest.raises(ConfigError, match="overrides: expected a list of"):
+        resolve(ENV, "learner.steps=3")
+
+
+def test_the_differences_of_two_configurations_are_found_by_key() -> None:
     a = {"x": 1, "learner": {"steps": 3, "rate": 1}}
     b = {"x": 1, "learner": {"steps": 4, "rate": 2}}
-    assert settings.first_difference(a, b) == ("learner.steps", 3, 4)
-    assert settings.first_difference(a, dict(a)) is None
-    assert settings.first_difference({}, {"only": 1}) == ("only", None, 1)
+    assert list(settings.differences(a, b)) == [("learner.steps", 3, 4), ("learner.rate", 1, 2)]
+    assert list(settings.differences(a, dict(a))) == []
+    assert list(settings.differences({}, {"only": 1})) == [("only", None, 1)]
 
 
 def test_queue_and_configuration_import_without_torch() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 from inspect_support import (
@@ -19,6 +20,7 @@ from inspect_support import (
     serving,
     tasks,
     train,
+    trajectory,
     trouble,
     two_steps,
 )
@@ -28,6 +30,7 @@ from streamrl.runtime.alone import ADDRESS, served_address
 from streamrl_queue import TransferQueue
 from streamrl_queue.journal import read
 from streamrl_queue.nursery import run as run_trio
+from streamrl_queue.schema import trajectory_batch
 
 
 def live(tmp_path: Path, body: Callable[[TransferQueue, str], Awaitable[None]]) -> None:
@@ -128,6 +131,32 @@ def test_dead_names_reason_and_task(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert chosen == [(2, "dropped", "error_env", '{"i":101}'), (1, "dead", "rollout: its process ended", '{"i":100}')]
     assert cli.main(["queue", "dead", run, "--rows", "1"]) == 0
     assert "1 of 2 rows that died or were dropped" in capsys.readouterr().out
+
+
+def test_dead_shows_the_last_line_of_an_error_within_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def raising(queue: TransferQueue) -> None:
+        await publish(queue)
+        await queue.put(tasks(1))
+        lease = await queue.lease("rollout", rows=1, wait=1)
+        assert lease is not None
+        error = 'Traceback (most recent call last):\n  File "env.py", line 3\nRuntimeError: the environment is broken'
+        failed = msgspec.structs.replace(trajectory(), status="error_env", outcome=None, error=error)
+        await queue.write(lease, trajectory_batch(lease.ids, [failed]))
+        lease = await queue.lease("reward", rows=1, wait=1)
+        assert lease is not None
+        await queue.drop(lease, reason="error_env")
+
+    made(tmp_path, raising)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["queue", "dead", str(run_directory(tmp_path))]) == 0
+    out = capsys.readouterr().out
+    assert "row 1  dropped: error_env  (train, " in out
+    assert '     task  {"i":0}' in out
+    assert "    error  RuntimeError: the environment is broken" in out
+    assert "Traceback" not in out
+    assert all(len(line) <= 80 for line in out.splitlines())
 
 
 def test_requeue_puts_the_task_again_once_under_a_key_that_names_the_row(

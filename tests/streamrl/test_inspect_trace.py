@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
-from inspect_support import made, publish, run_directory, tasks, trajectory, trouble, two_steps
+from inspect_support import made, publish, roll_out, run_directory, tasks, trajectory, trouble, two_steps
 
 from streamrl import cli
 from streamrl.inspect.trace import coloured
@@ -15,7 +16,7 @@ from streamrl_agents.agent import load_agent
 from streamrl_agents.template import ChatTemplate
 from streamrl_agents.vocabulary import build_tokenizer, write_model_files
 from streamrl_queue import Segment, Span, TransferQueue
-from streamrl_queue.schema import Trajectory, trajectory_batch
+from streamrl_queue.schema import Trajectory, reward_batch, trajectory_batch
 
 
 def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -51,6 +52,23 @@ def test_the_life_of_a_trained_row(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "to worker-0." in events[1]
     assert events[1].endswith("version 2 (step 1)")
     assert events[2].startswith("written rollout 6 tokens, oldest version 1 (step 0), turns 1, status completed")
+
+
+def test_an_evaluation_row_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def evaluated(queue: TransferQueue) -> None:
+        await publish(queue)
+        await queue.put(tasks(1), split="eval")
+        await roll_out(queue, 1)
+        lease = await queue.lease("reward", rows=1, wait=1)
+        assert lease is not None
+        await queue.write(lease, reward_batch(lease.ids, [1.0], [{}]))
+        lease = await queue.lease("evaluate", rows=1, wait=1)
+        assert lease is not None
+        await queue.write(lease, pa.RecordBatch.from_arrays([pa.array(lease.ids, pa.uint64())], names=["row"]))
+
+    made(tmp_path, evaluated)
+    assert cli.main(["trace", str(run_directory(tmp_path)), "1"]) == 0
+    assert any(line.endswith("written evaluate evaluated") for line in lines_of(capsys))
 
 
 def test_why_a_row_died(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from launch_support import SMALL
 
 import streamrl
+from streamrl import cli
 from streamrl.config import find_file, load_file
 from streamrl_agents.agent import load_agent
 
@@ -27,6 +28,18 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_its_two_methods_are_the_tools_and_their_docstrings_the_descriptions(environment: str) -> None:
     tools = {tool["function"]["name"]: tool["function"]["description"] for tool in load_agent(environment).tools}
     assert tools == {"locate": "Find the shelf of an item.", "count": "Count what lies on a shelf."}
+
+
+def test_its_function_form_has_tasks_and_demonstrations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = re.search(r"`sums\.py`:\n\n```python\n(.*?)```\n\n    streamrl (.*?)\n", README.read_text(), re.S)
+    assert found is not None
+    (tmp_path / "sums.py").write_text(found[1])
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*found[2].split(), "--dry-run"]) == 0
+    assert "env: sums.py:my_agent" in capsys.readouterr().out
+    assert load_agent("sums.py:my_agent").demonstrate is not None
 
 
 @pytest.mark.slow

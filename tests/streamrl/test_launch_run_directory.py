@@ -15,7 +15,7 @@ from rich.console import Console
 
 from streamrl.config import RunConfig, resolve
 from streamrl.runtime import panel, summary
-from streamrl.runtime.rundir import RunDirectory, choose, prepare, socket_directory
+from streamrl.runtime.rundir import Launch, RunDirectory, choose, prepare, socket_directory
 from streamrl.runtime.tasks import TaskSource, derive_seed
 from streamrl_queue.errors import ConfigError
 
@@ -30,6 +30,7 @@ def started(config: RunConfig, *, finished: bool = False) -> RunDirectory:
     run = RunDirectory(Path(config.runs) / config.name)
     with run.owned():
         prepare(run, config)
+        run.write_launch(Launch(address="ipc://a", sockets="/tmp/a", pid=1))
     if finished:
         run.summary.write_text('{"outcome": "finished"}')
     return run
@@ -41,8 +42,25 @@ def test_a_directory_of_another_configuration_is_refused_with_the_first_key_that
         ConfigError, match=r"its learner\.steps is 40, yours is 41; use its configuration with --resume"
     ):
         choose(config_in(tmp_path, "learner.steps=41"), resume=False, named=True)
-    with pytest.raises(ConfigError, match=r"its learner\.steps is 40, yours is 41"):
-        choose(config_in(tmp_path, "learner.steps=41"), resume=True, named=True)
+
+
+def test_a_run_may_be_resumed_with_more_steps_and_other_processes_and_nothing_else(tmp_path: Path) -> None:
+    started(config_in(tmp_path))
+    for override in ("learner.steps=41", "producers=2", "engine.count=2", "supervision.restarts=1", "scorers=2"):
+        assert choose(config_in(tmp_path, override), resume=True, named=True)[0].path.name == "demo"
+    with pytest.raises(
+        ConfigError, match=r"learner\.rows_per_step is 64 in .*demo and cannot become 128; leave it out"
+    ):
+        choose(config_in(tmp_path, "learner.rows_per_step=128"), resume=True, named=True)
+    with pytest.raises(ConfigError, match=r"learner\.steps is 40 in .*demo and can only grow, got 39"):
+        choose(config_in(tmp_path, "learner.steps=39"), resume=True, named=True)
+
+
+def test_a_finished_run_goes_on_when_it_is_given_more_steps(tmp_path: Path) -> None:
+    started(config_in(tmp_path), finished=True)
+    with pytest.raises(ConfigError, match=r"has trained all its 40 steps; let it go on with learner\.steps=80"):
+        choose(config_in(tmp_path), resume=True, named=True)
+    assert choose(config_in(tmp_path, "learner.steps=41"), resume=True, named=True)[0].path.name == "demo"
 
 
 def test_the_same_configuration_again_is_refused_until_resume_is_asked_for(tmp_path: Path) -> None:
@@ -65,7 +83,7 @@ def test_a_name_that_nobody_asked_for_moves_on_past_finished_runs_and_says_so(tm
 def test_resume_without_a_name_continues_the_newest_run(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     started(config, finished=True)
-    with pytest.raises(ConfigError, match="has trained all its steps"):
+    with pytest.raises(ConfigError, match="has trained all its 40 steps"):
         choose(config, resume=True, named=False)
     started(config_in(tmp_path, "name=demo-2"))
     assert choose(config, resume=True, named=False)[0].path.name == "demo-2"
@@ -88,10 +106,47 @@ def test_a_directory_whose_run_is_alive_is_refused(tmp_path: Path) -> None:
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     assert run.alive
-    with pytest.raises(ConfigError, match="belongs to a run that is alive"), run.owned():
+    says = rf"belongs to a run that is alive \(pid {holder.pid}\); give this one another --name"
+    with pytest.raises(ConfigError, match=says), run.owned():
         pass
+    config = config_in(tmp_path)
+    prepare(run, config)
+    for other in (config, config_in(tmp_path, "learner.steps=41")):
+        with pytest.raises(ConfigError, match=says):
+            choose(other, resume=False, named=True)
+    with pytest.raises(ConfigError, match=rf"is alive \(pid {holder.pid}\); it needs no --resume"):
+        choose(config, resume=True, named=True)
     holder.communicate("")
     assert not run.alive
+
+
+def test_a_launch_that_fails_before_any_role_has_started_leaves_the_name_free(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    run = RunDirectory(tmp_path / "demo")
+
+    def launch(*, starts: bool) -> None:
+        with run.owned():
+            prepare(run, config)
+            if starts:
+                run.write_launch(Launch(address="ipc://a", sockets="/tmp/a", pid=1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        launch(starts=False)
+    assert list(tmp_path.iterdir()) == []
+    for starts in (True, False):
+        with pytest.raises(ZeroDivisionError):
+            launch(starts=starts)
+        assert run.exists, "what was trained stays"
+        assert not run.launch.exists()
+
+
+@pytest.mark.parametrize("runs", ["/proc/foo", "FILE"])
+def test_runs_that_cannot_be_written_are_refused_by_name(tmp_path: Path, runs: str) -> None:
+    (tmp_path / "file").touch()
+    run = RunDirectory(Path(runs.replace("FILE", str(tmp_path / "file"))) / "demo")
+    with pytest.raises(ConfigError, match=r"runs: .*/demo cannot be used: .*; name a directory"), run.owned():
+        pass
 
 
 def test_sockets_lie_in_a_private_directory_with_a_short_path_that_goes_away() -> None:

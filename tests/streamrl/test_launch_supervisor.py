@@ -213,6 +213,20 @@ def test_no_file_descriptor_is_left_behind(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
+def test_a_process_that_left_without_an_error_is_said_to_have_been_ended_by_a_call_of_exit(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with supervisor(nobody_told) as roles:
+            roles.start(spec(tmp_path, "import os; print('up', flush=True); os._exit(3)", restarts=5))
+            with trio.fail_after(10):
+                await trio.sleep_forever()
+
+    said = str(failure_of(body))
+    assert said.startswith(
+        "producer-0 ended with exit code 3 and left no error: something in it may have called sys.exit"
+    )
+    assert said.endswith("    up")
+
+
 def test_an_error_of_ours_is_told_in_its_own_words_without_a_traceback(tmp_path: Path) -> None:
     words = tmp_path / "learner-0.error"
     code = f"""
