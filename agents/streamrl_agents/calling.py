@@ -64,7 +64,7 @@ def contained() -> Iterator[None]:
         raise
     except BaseExceptionGroup as group:
         cancelled, failed = group.split(trio.Cancelled)
-        if failed is None:
+        if failed is None or isinstance(failed, Exception):
             raise
         error = _failure(failed)
         if cancelled is None:

@@ -110,7 +110,7 @@ class Checkpoints:
             flaw = "is not complete" if marker is None else _flaw(path, marker)
             if marker is not None and flaw is None:
                 return [marker.step]
-            log.warning("checkpoint %s %s; the one before it is used", path, flaw)
+            log.warning("checkpoint %s %s; going back to the one before it, or to the start", path, flaw)
         return []
 
     def _path(self, step: int) -> Path:

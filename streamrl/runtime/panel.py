@@ -139,7 +139,10 @@ class LivePanel:
 
     def _render(self, snapshot: Snapshot) -> RenderableType:
         boxes = [_queue_box(snapshot), *(_role_box(role, snapshot) for role in snapshot.roles)]
-        numbers = [f"step {snapshot.step}/{snapshot.steps}", *_reward(snapshot), *_lag(snapshot)]
+        numbers = [f"step {snapshot.step}/{snapshot.steps}", *_reward(snapshot)]
+        if "lag_mean" in snapshot.metrics:
+            # Its maximum is in the learner's box; 40 columns have no room for it.
+            numbers.append(f"lag {snapshot.metrics['lag_mean']:.1f}")
         doing = f"{self._name}  {snapshot.phase}  {time.monotonic() - self._start:.0f} s"
         lines = [Text("  ".join(numbers), style="bold"), Text(doing)]
         if snapshot.rewards:

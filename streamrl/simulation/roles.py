@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 import trio
 
 from streamrl_agents.rewards import Scorer, run_reward_worker
-from streamrl_agents.template import ChatTemplate
 from streamrl_learners.advantage_worker import run_advantage_worker
 from streamrl_learners.config import Grpo
 from streamrl_producers.config import RolloutConfig
@@ -26,7 +25,7 @@ from streamrl_queue.transport import Transport
 
 from .learner import SimLearner
 from .network import Node
-from .workload import AGENT, EngineRequest, PlainTemplate, TimedEngine, sample_task
+from .workload import AGENT, EngineRequest, TimedEngine, sample_task
 
 if TYPE_CHECKING:
     from .world import World
@@ -92,14 +91,13 @@ async def producer(world: World, node: Node) -> None:
         episode_seconds=60.0,
         slice_tokens=rng.choice((64, 512)),
     )
-    template = cast(ChatTemplate, PlainTemplate())
     async with (
         connected(world, node, "producer") as queue,
         SimFleet.watch(queue, slice_tokens=config.slice_tokens) as fleet,
     ):
         assert isinstance(fleet, SimFleet)
         fleet.transport = world.network.transport(node)
-        made = Producer(queue, fleet, AGENT, template, config)
+        made = Producer(queue, fleet, AGENT, world.template, config)
         try:
             await made.run()
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -12,16 +11,18 @@ import trio
 
 from streamrl_agents.agent import FunctionAgent
 from streamrl_agents.chat import Chat
+from streamrl_agents.template import ChatTemplate
 from streamrl_producers.engines.protocol import Generate, Generated, GenerateReply, Health, Healthy
 from streamrl_queue import TransferQueue
 from streamrl_queue.errors import EngineError, EnvironmentFailed, WeightError
 from streamrl_queue.schema import Span, Task
 
-# Token ids: what the template writes, what marks the place where the model's turn begins, the end of a turn, and,
-# above that, sampled tokens. They spell the id of the row that they were sampled for.
-TEXT: Final = 3
-TURN: Final = 2
+# Token ids: the end of a turn, what marks where the model's turn begins, what the user says, and, from `SAMPLED` on,
+# sampled tokens. They spell the id of the row that they were sampled for.
 STOP: Final = 1
+TURN: Final = 2
+TEXT: Final = 3
+USER: Final = 4
 SAMPLED: Final = 1000
 # Tokens sampled between two looks at pauses and deadlines.
 CHUNK: Final = 32
@@ -31,24 +32,21 @@ TOKEN_SPREAD: Final = 1.2
 MOST_TOKENS: Final = 1200
 
 
-class PlainTemplate:
-    """What `Conversation` needs of a chat template."""
+CHAT: Final = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}<turn>{% else %}<user>{% endif %}"
+    "{{ message.content }}<stop>{% endfor %}{% if add_generation_prompt %}<turn>{% endif %}"
+)
 
-    local = False
-    stop_ids = (STOP,)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), generate: bool = False) -> str:
-        """Every message in a few characters."""
-        text = "".join(f"<{m['role'][0]}>{m['content']};" for m in messages)
-        return text + "<a>" if generate else text
+def make_template() -> ChatTemplate:
+    """A chat template of four words. Sampled tokens are no words: they decode to nothing."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
-    def encode(self, text: str) -> list[int]:
-        """One id for each eight characters, and the mark."""
-        return [TEXT] * (len(text) // 8) + [TURN]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Sampled tokens are silent; the end of a turn is not."""
-        return "".join(";" for id in ids if id == STOP)
+    words = {"<unk>": 0, "<stop>": STOP, "<turn>": TURN, "go": TEXT, "<user>": USER}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<stop>", "<turn>", "<user>"])
+    return ChatTemplate(tokenizer, CHAT, stop_ids=[STOP])
 
 
 async def play(task: dict[str, Any], chat: Chat) -> float:

@@ -49,6 +49,7 @@ from .network import CALM, Network, Node
 from .roles import ADDRESS
 from .scenario import Fault, Scenario
 from .trace import Trace
+from .workload import make_template
 
 Main = Callable[["World", Node], Awaitable[None]]
 
@@ -96,6 +97,7 @@ class World:
         self.scenario = scenario
         self.trace = Trace()
         self.network = Network(random.Random(f"network/{scenario.seed}"), self.trace)
+        self.template = make_template()
         self.checkpoints = Checkpoints()
         self.checker = Checker(scenario.flow, self.trace, lambda: self.checkpoints.durable, self._synced)
         self.disk = Disk(directory, random.Random(f"disk/{scenario.seed}"), self.checker)

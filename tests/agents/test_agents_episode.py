@@ -24,9 +24,10 @@ from agents_support import (
     tiny,
 )
 
+from streamrl_agents.calling import Caller
 from streamrl_agents.config import Limits
 from streamrl_agents.episode import run_episode
-from streamrl_queue.errors import ConfigError, EngineError, SchemaError
+from streamrl_queue.errors import ConfigError, EngineError, EnvironmentFailed, SchemaError
 from streamrl_queue.schema import Span
 
 TASK = {"keys": ["ab", "cd"], "value": 42}
@@ -411,6 +412,14 @@ def test_an_exit_during_cancellation_is_contained_and_the_cancellation_passes() 
     trajectory = play(untidy, episode_seconds=5, clock=jumping())
     assert trajectory.status == "error_env"
     assert "SystemExit(1)" in str(trajectory.error)
+
+    async def stopped() -> bool:
+        with pytest.raises(ExceptionGroup) as caught, trio.move_on_after(1) as scope:
+            await Caller().call(untidy, {}, None)
+        assert caught.group_contains(EnvironmentFailed, match=r"SystemExit\(1\)")
+        return scope.cancelled_caught
+
+    assert trio.run(stopped, clock=jumping())
 
 
 def test_a_turn_that_never_comes_is_error_timeout_and_says_for_what_it_waited() -> None:
