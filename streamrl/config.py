@@ -57,6 +57,9 @@ class SupervisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """After a SIGTERM or Ctrl-C, and at the end of a run, a role gets this long to finish before it is killed."""
     max_lost_share: float = 0.5
     """The run ends with an error when more than this share of the training rows that ended was dropped or died."""
+    silent_seconds: float = 30.0
+    """A process that runs, but has had no session at the queue for this long after it had one, is killed; then the
+    same follows as for any process that a signal killed."""
     eval_seconds: float = 120.0
     """Longest time without a finished row during an evaluation."""
 

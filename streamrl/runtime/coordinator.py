@@ -27,7 +27,7 @@ import trio
 from streamrl_agents.agent import load_agent, load_object
 from streamrl_learners.config import TinyModel
 from streamrl_queue import Member, Statistics, TransferQueue
-from streamrl_queue.errors import DeadlineExceeded, NoProgress, UnknownName
+from streamrl_queue.errors import DeadlineExceeded, NoProgress, QueueFull, UnknownName
 
 from ..config import RunConfig, flow_of, plain
 from ..tracking import Sink
@@ -71,6 +71,8 @@ class Coordinator:
         self._busy: list[float] = []
         # Gauges of every producer session of this launch, those of killed ones too.
         self._played: dict[str, Mapping[str, float]] = {}
+        # Role → its process when it was last seen at the queue, and when that was.
+        self._present: dict[str, tuple[int | None, float]] = {}
         self._earlier = 0
 
     def __repr__(self) -> str:
@@ -194,7 +196,11 @@ class Coordinator:
             groups = min(math.ceil(missing / group), (ahead - train.get("waiting", 0)) // group)
             if groups > 0:
                 start = counts.sources.get(tasks.source, 0)
-                await self.queue.put(list(tasks.take(start, groups)), members=group, split="train")
+                try:
+                    await self.queue.put(list(tasks.take(start, groups)), members=group, split="train")
+                except QueueFull as error:
+                    # Back-pressure: the learner has the deadline, and says what it waits for.
+                    self.panel.note(f"tasks wait: {error}; rows leave when a checkpoint covers them")
             await trio.sleep(FEED_SECONDS)
 
     async def watch(self) -> None:
@@ -207,6 +213,7 @@ class Coordinator:
             membership = await self.queue.members(after=epoch, wait=WATCH_SECONDS)
             epoch = membership.epoch
             self.members = {member.name: member for member in membership.members}
+            self._kill_silent()
             self._played |= {m.session: m.gauges for m in membership.members if m.role == "producer"}
             if self.phase == "training":
                 self._busy += [m.gauges["busy_share"] for m in membership.members if "busy_share" in m.gauges]
@@ -216,6 +223,19 @@ class Coordinator:
                 # Trackers write files and talk to servers.
                 await trio.to_thread.run_sync(self._track, entries)
             self.panel.update(self.snapshot())
+
+    def _kill_silent(self) -> None:
+        """Kill processes that run and have lost their session: they hang, and nobody else would notice."""
+        now, limit = trio.current_time(), self.config.supervision.silent_seconds
+        for name, role in self.roles.roles.items():
+            if name in self.members:
+                self._present[name] = (role.pid, now)
+            pid, last = self._present.get(name, (None, now))
+            # A process that has not reported yet has the start's deadline; one that ends by itself needs no help.
+            if pid == role.pid and role.running and not role.stopping and now - last > limit:
+                reason = f"it was silent for {now - last:.0f} s"
+                self.panel.note(f"{name} (pid {pid}) is killed: {reason}")
+                role.kill_for(reason)
 
     def snapshot(self) -> Snapshot:
         counts, now = self.statistics, time.time()

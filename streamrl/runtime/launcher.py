@@ -189,6 +189,8 @@ async def _started(
             launched.address, role="coordinator", name="coordinator", deadline=config.supervision.start_seconds
         )
         async with connection as queue:
+            if launched.resume:
+                await queue.release_absent()
             coordinator = Coordinator(config, run, queue, roles, panel)
             yield coordinator, signals
         await roles.stop([roles.roles["queue"]], config.supervision.drain_seconds)

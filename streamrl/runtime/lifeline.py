@@ -6,16 +6,24 @@ the write end, which it does for SIGKILL too. The child then kills its own proce
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
+
+PR_SET_PDEATHSIG: Final = 1
 
 
 def die_with_parent(fd: int, remove: Sequence[Path] = ()) -> None:
     """Watch the read end `fd` in a thread. `remove` are directories that nobody else would remove then."""
+    if sys.platform == "linux":
+        # A child that is stopped runs no thread; the kernel ends it all the same.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_watch, args=(fd, tuple(remove)), name="lifeline", daemon=True).start()
 
 

@@ -59,6 +59,8 @@ class Role:
         self.process: subprocess.Popen[bytes] | None = None
         self.starts = 0
         self.stopping = False
+        # Why its supervisor killed it, if it did.
+        self.killed_for: str | None = None
         self.ended = trio.Event()
         self._deaths: deque[float] = deque()
 
@@ -87,6 +89,11 @@ class Role:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
+    def kill_for(self, reason: str) -> None:
+        """Kill the role, and say why when its end is told."""
+        self.killed_for = reason
+        self.kill()
+
     def may_restart(self, now: float) -> bool:
         """Count one death at `now` and say whether the policy forgives it."""
         self._deaths.append(now)
@@ -102,6 +109,8 @@ class Role:
         if words and words.ours:
             return RoleFailed(f"{self.spec.name}: {words.error}: {words.message} (log: {self.spec.log})")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code < 0 and self.killed_for:
+            how += f" by its supervisor, because {self.killed_for}"
         if code >= 0 and words is None:
             how += " and left no error: something in it may have called sys.exit or os._exit, code of yours included"
         if code < 0 and self.spec.restarts:

@@ -98,6 +98,21 @@ def test_more_deaths_than_the_policy_forgives_end_the_run(tmp_path: Path) -> Non
     assert "was killed by SIGKILL 3 times within 600 s (limit 2)" in str(error)
 
 
+def test_a_stopped_process_can_be_killed_and_its_end_says_why(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with supervisor(nobody_told) as roles:
+            role = roles.start(spec(tmp_path, WAIT_FOR_EVER, name="learner-0"))
+            await log_says(role, "up")
+            role.signal(signal.SIGSTOP)
+            role.kill_for("it was silent for 31 s")
+            with trio.fail_after(10):
+                await trio.sleep_forever()
+
+    error = failure_of(body)
+    assert isinstance(error, RoleFailed)
+    assert "learner-0 was killed by SIGKILL by its supervisor, because it was silent for 31 s" in str(error)
+
+
 def test_a_role_that_may_end_ends_without_an_error_and_one_that_may_not_is_an_error(tmp_path: Path) -> None:
     async def ends() -> None:
         async with supervisor(nobody_told) as roles:
