@@ -22,8 +22,8 @@ PR_SET_PDEATHSIG: Final = 1
 def die_with_parent(fd: int, remove: Sequence[Path] = ()) -> None:
     """Watch the read end `fd` in a thread. `remove` are directories that nobody else would remove then."""
     if sys.platform == "linux":
-        # A child that is stopped runs no thread; the kernel ends it all the same.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # A child that is stopped runs no thread: the kernel wakes it when its parent dies.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     threading.Thread(target=_watch, args=(fd, tuple(remove)), name="lifeline", daemon=True).start()
 
 

@@ -167,7 +167,8 @@ def test_grandchildren_end_with_the_role_that_left_them(tmp_path: Path) -> None:
     trio.run(body)
 
 
-def test_children_die_within_two_seconds_of_a_parent_that_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_children_die_within_two_seconds_of_a_parent_that_was_killed(tmp_path: Path, stopped: bool) -> None:
     child = (
         "import sys, signal, pathlib; from streamrl.runtime.lifeline import die_with_parent; "
         "die_with_parent(int(sys.argv[-1]), remove=[pathlib.Path(sys.argv[1])]); "
@@ -197,6 +198,8 @@ def test_children_die_within_two_seconds_of_a_parent_that_was_killed(tmp_path: P
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(parent)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pid = int(process.stdout.readline())
+    if stopped:
+        os.kill(pid, signal.SIGSTOP)
     process.kill()
     process.wait()
     process.stdout.close()
