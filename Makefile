@@ -1,6 +1,7 @@
 # make demo    train the demo: about a minute after the first installation
 # make test    install what the tests need and run them
 # make check   ruff, ruff format, mypy
+# make soak    fifty runs through random kills, and a thousand seeds of the simulator; an hour
 # make clean   remove what the other targets made; runs/ stays
 #
 # PYTHON chooses the interpreter for .venv, VENV an environment that exists already.
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PATHS := streamrl queue agents producers learners tests bench
 
-.PHONY: demo setup test check clean
+.PHONY: demo setup test check simulate soak clean
 
 demo: $(VENV)/.train
 	$(BIN)/streamrl launch
@@ -25,6 +26,12 @@ check: setup
 	$(BIN)/ruff check $(PATHS)
 	$(BIN)/ruff format --check $(PATHS)
 	$(BIN)/mypy
+
+simulate: setup
+	$(BIN)/streamrl simulate --seed 0:1000 --jobs 2
+
+soak: simulate
+	$(BIN)/python bench/kills.py --runs 50
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build
