@@ -157,6 +157,8 @@ class Broker:
             self._give_up(found)
         for lease in self.rows.leases.values():
             self.sessions.expect(now, lease.session)
+        # What the process before this one wrote last may not be synced; it may be acknowledged again any moment.
+        self._unsynced = True
         return events
 
     def _give_up(self, damaged: Damaged) -> None:
@@ -279,10 +281,9 @@ class Broker:
 
     def _record(self, event: Event | None, payload: Buffer = b"", *, sync: bool = False) -> None:
         """Journal an event and fold it into the state."""
-        # Without an event too: what happened before may not be synced yet.
-        self._unsynced |= sync or self._journal.durability == "fsync"
         if event is None:
             return
+        self._unsynced |= sync or self._journal.durability == "fsync"
         record = self._journal.append(event, payload)
         try:
             self.rows.apply(event, now=self._clock(), record=record)

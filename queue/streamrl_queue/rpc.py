@@ -186,11 +186,13 @@ class RpcServer:
                 if scope := self._running.get(call):
                     scope.cancel()
             elif call not in self._running:
+                # Before its task runs: the request may come again until then.
+                self._running[call] = trio.CancelScope()
                 nursery.start_soon(self._answer, call, envelope, request)
 
     async def _answer(self, call: tuple[bytes, int], envelope: wire.Envelope, request: Any) -> None:
         reply: msgspec.Struct | None = None
-        with trio.CancelScope() as self._running[call]:
+        with self._running[call]:
             try:
                 reply = await self._handler(call[0].hex(), request)
             except StreamRLError as error:

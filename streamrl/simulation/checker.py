@@ -59,7 +59,7 @@ class Session:
 class Checker:
     """The observer of the broker's socket and the witness of its disk."""
 
-    def __init__(self, flow: Flow, trace: Trace, durable_step: Callable[[], int], synced: Callable[[], bool]) -> None:
+    def __init__(self, flow: Flow, trace: Trace, durable_step: Callable[[], int], durable: Callable[[], int]) -> None:
         self.model = Model(flow, durable_step)
         self.failure: Broken | None = None
         self.failed = trio.Event()
@@ -68,10 +68,12 @@ class Checker:
         self.late_writes = 0
         self._flow = flow
         self._durable_step = durable_step
-        self._synced = synced
+        self._durable = durable
         self._trace = trace
         self._broker: Broker | None = None
         self._history: list[tuple[e.Event, float, tuple[int | None, ...]]] = []
+        # What was promised to survive power loss → how many events must be durable for that.
+        self._needed: dict[object, int] = {}
         self._sessions: dict[str, Session] = {}
         self._asked: dict[tuple[str, int], tuple[Any, Buffer]] = {}
         # Requests that took effect already when they come again, and those whose reply was checked.
@@ -96,6 +98,8 @@ class Checker:
             for group in self.model.fold(event, now, born):
                 self._touched[group.id] = group
             self._history.append((event, now, born))
+            for fact in replies.facts(event):
+                self._needed[fact] = len(self._history)
 
     def lost(self, kept: int) -> None:
         """Only the first `kept` events are left after a power loss; the others were promised to nobody."""
@@ -103,6 +107,7 @@ class Checker:
             return
         self._trace.note(trio.current_time(), f"power loss takes {len(self._history) - kept} events")
         del self._history[kept:]
+        self._touched.clear()
         model = Model(self._flow, self._durable_step)
         for event, now, born in self._history:
             model.fold(event, now, born)
@@ -225,6 +230,8 @@ class Checker:
                 if known is None or not again:
                     self._sessions[session] = Session(name, until)
                 known = self._sessions[session]
+                # One that comes again opens the session, if the session was lost in between.
+                known.open = True
                 known.latest = until
             case m.Heartbeat() if known and known.open:
                 known.earliest = known.latest = until
@@ -355,7 +362,8 @@ class Checker:
     def _check_reply(self, session: str, request: Any, reply: Any) -> None:
         """What is acknowledged is on the disk, and as durable as the reply says."""
         promised = getattr(reply, "durability", "") == "fsync" or isinstance(request, m.CommitVersion | m.Reconcile)
-        if promised and not self._synced():
+        needed = max((self._needed.get(fact, 0) for fact in replies.promised(request, reply)), default=0)
+        if promised and needed > self._durable():
             raise Broken(
                 f"{type(request).__name__} was acknowledged as fsynced, which is not done yet", self._rows_of(reply)
             )

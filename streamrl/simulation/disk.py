@@ -60,11 +60,6 @@ class Disk:
         self.journal = SimJournal(directory, disk=self, **options)
         return self.journal
 
-    def forget(self, kept: int) -> None:
-        """Records behind the first `kept` are lost."""
-        del self.records[kept:]
-        self.unsynced.clear()
-
 
 class SimJournal(Journal):
     """The journal on a simulated disk."""
@@ -144,6 +139,8 @@ class SimJournal(Journal):
         """Keep what was synced and, of the rest, a random beginning."""
         disk = self._disk
         kept = disk.rng.randint(disk.durable, len(disk.records))
+        # What is there after a power loss stays there.
+        disk.unsynced.clear()
         if kept == len(disk.records):
             return
         number, start = disk.records[kept] >> 32, disk.records[kept] & 0xFFFFFFFF
@@ -154,4 +151,4 @@ class SimJournal(Journal):
                 size = path.stat().st_size
                 with path.open("r+b") as file:
                     file.truncate(start + disk.rng.randrange(min(64, size - start)))
-        disk.forget(kept)
+        del disk.records[kept:]

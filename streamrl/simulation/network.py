@@ -29,8 +29,8 @@ LATENCY_SPREAD: Final = 1.0
 MAX_LATENCY_SECONDS: Final = 1.0
 # ZeroMQ's RECONNECT_IVL and RECONNECT_IVL_MAX.
 RECONNECT_SECONDS: Final = (0.02, 0.5)
-# A repeated message comes at most this much later than the first.
-REPEAT_SECONDS: Final = 0.5
+# A replayed message comes at most this much later than the first.
+REPLAY_SECONDS: Final = 0.5
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +41,9 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     drop: float = 0.0
     """A reply is dropped because its peer did not keep up; the connection lives."""
     duplicate: float = 0.0
-    """It arrives twice."""
+    """It arrives twice, the second time before what was sent later."""
+    replay: float = 0.0
+    """It arrives once more, when later messages may have been answered: no connection does this."""
     corrupt: float = 0.0
     """A bit flips, a frame is cut short or missing."""
     slow: float = 0.0
@@ -243,8 +245,12 @@ class Network:
         self.at(arrives, lambda: self._arrive(link, sent, to_router))
         if self._rng.random() < rates.duplicate:
             self.counts["duplicate"] += 1
-            again = arrives + self._rng.uniform(0.0, REPEAT_SECONDS)
+            again = self._arrival(link, to_router, 0.0)
             self.at(again, lambda: self._arrive(link, sent, to_router))
+        if self._rng.random() < rates.replay:
+            self.counts["replay"] += 1
+            late = arrives + self._rng.uniform(0.0, REPLAY_SECONDS)
+            self.at(late, lambda: self._arrive(link, sent, to_router))
 
     def _arrival(self, link: _Link, to_router: bool, extra: float) -> float:
         sender, receiver = link.dealer.node, link.router.node

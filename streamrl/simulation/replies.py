@@ -5,11 +5,48 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from streamrl_queue import events as e
 from streamrl_queue import messages as m
 from streamrl_queue.batches import decode
 from streamrl_queue.transport import Buffer
 
 from .model import Broken, Model
+
+
+def facts(event: e.Event) -> list[object]:
+    """What the event makes true, as keys that `promised` names too."""
+    match event:
+        case e.Put(keys=keys):
+            return [("put", key) for key in keys]
+        case e.Written() | e.Ended():
+            return [(event.lease, event.rows)]
+        case e.Dropped(rows=rows):
+            return [("dropped", row) for row in rows]
+        case e.Committed(step=step):
+            return [("step", step)]
+        case e.VersionCommitted(version=version):
+            return [("version", version)]
+        case e.Reconciled():
+            return ["reconciled"]
+    return []
+
+
+def promised(request: Any, reply: Any) -> list[object]:
+    """What an acknowledgement of the request promises to survive."""
+    match request:
+        case m.PutTasks(keys=keys):
+            return [("put", key) for key in keys]
+        case m.WriteColumns(lease=lease) | m.Release(lease=lease):
+            return [(lease, reply.rows)]
+        case m.Drop():
+            return [("dropped", row) for row in reply.rows]
+        case m.CommitStep(step=step):
+            return [("step", step)]
+        case m.CommitVersion(version=version):
+            return [("version", version)]
+        case m.Reconcile():
+            return ["reconciled"]
+    return []
 
 
 def put(model: Model, session: str, request: m.PutTasks, reply: m.Receipt) -> None:

@@ -32,6 +32,8 @@ MESSAGE_FAULTS: Final[Mapping[str, float]] = {
     "corrupt": 0.005,
     "delay": 0.01,
 }
+# Only by name: a replayed request can be granted rows that nobody asked for any more.
+BY_NAME: Final[Mapping[str, float]] = {**MESSAGE_FAULTS, "replay": 0.01}
 # Between two faults of processes, on average.
 FAULT_SECONDS: Final = 4.0
 MIXES: Final = ("all", "all", "all", "processes", "messages", "none")
@@ -104,13 +106,14 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         faults: str = "random",
         script: Iterable[str] = (),
     ) -> Self:
-        """The scenario of a seed. `faults` is `random`, `all`, `none`, or `name=weight,…`.
+        """The scenario of a seed. `faults` is `random`, `all`, `none`, or `name=number,…`: weights of faults of
+        processes, of which one comes `every=seconds` on average, and probabilities of faults of messages.
 
         Raises:
             ConfigError: an unknown fault.
         """
         rng = random.Random(f"scenario/{seed}")
-        processes, rates = _faults(rng.choice(MIXES) if faults == "random" else faults)
+        processes, rates, every = _faults(rng.choice(MIXES) if faults == "random" else faults)
         group, session = rng.choice((2, 4, 4)), rng.choice((2.0, 3.0, 6.0))
         return cls(
             seed=seed,
@@ -137,7 +140,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             poison_share=rng.choice((0.0, 0.01)),
             linger_seconds=rng.choice((0.5, 2.0)),
             processes=processes,
-            fault_seconds=FAULT_SECONDS,
+            fault_seconds=every,
             rates=rates,
             script=tuple(Fault.parse(text) for text in script),
         )
@@ -157,8 +160,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return training_flow(config, rows_per_step=self.rows_per_step)
 
 
-def _faults(text: str) -> tuple[dict[str, float], Rates]:
-    """Weights of process faults and rates of message faults that a word or a list asks for."""
+def _faults(text: str) -> tuple[dict[str, float], Rates, float]:
+    """Weights of process faults, rates of message faults and the time between faults that a text asks for."""
+    every = {"every": FAULT_SECONDS}
     if text in ("all", "none", "processes", "messages"):
         processes = dict(PROCESS_FAULTS) if text in ("all", "processes") else {}
         messages = dict(MESSAGE_FAULTS) if text in ("all", "messages") else {}
@@ -166,7 +170,8 @@ def _faults(text: str) -> tuple[dict[str, float], Rates]:
         processes, messages = {}, {}
         for part in text.split(","):
             name, _, amount = part.partition("=")
-            kind, usual = (processes, PROCESS_FAULTS) if name in PROCESS_FAULTS else (messages, MESSAGE_FAULTS)
+            kinds = ((processes, PROCESS_FAULTS), (messages, BY_NAME), (every, every))
+            kind, usual = next(((k, u) for k, u in kinds if name in u), ({}, {}))
             if name not in usual:
                 raise ConfigError(f"--faults {name}: expected all, none, or some of {', '.join(_known())}")
             try:
@@ -175,8 +180,8 @@ def _faults(text: str) -> tuple[dict[str, float], Rates]:
                 raise ConfigError(f"--faults {part}: expected a number behind =, got {amount!r}") from None
     if "delay" in messages:
         messages["slow"] = messages.pop("delay")
-    return processes, Rates(**messages)
+    return processes, Rates(**messages), every["every"]
 
 
 def _known() -> list[str]:
-    return [*PROCESS_FAULTS, *MESSAGE_FAULTS]
+    return [*PROCESS_FAULTS, *BY_NAME, "every"]

@@ -99,7 +99,7 @@ class World:
         self.network = Network(random.Random(f"network/{scenario.seed}"), self.trace)
         self.template = make_template()
         self.checkpoints = Checkpoints()
-        self.checker = Checker(scenario.flow, self.trace, lambda: self.checkpoints.durable, self._synced)
+        self.checker = Checker(scenario.flow, self.trace, lambda: self.checkpoints.durable, lambda: self.disk.durable)
         self.disk = Disk(directory, random.Random(f"disk/{scenario.seed}"), self.checker)
         self.coordinator: TransferQueue | None = None
         self.nodes: dict[str, Node] = {}
@@ -117,9 +117,6 @@ class World:
     def rng(self, node: Node) -> random.Random:
         """The node's own random numbers."""
         return random.Random(f"{node.name}/{node.incarnation}/{self.scenario.seed}")
-
-    def _synced(self) -> bool:
-        return self.disk.durable == len(self.disk.records)
 
     async def run(self) -> None:
         """Until all rows have ended.

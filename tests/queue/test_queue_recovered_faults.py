@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -11,15 +12,26 @@ import pytest
 import trio
 from test_queue_rows import MEMBERS, ROWS_PER_STEP, Driver, flow
 
-from streamrl_queue import QueueConfig, Segment, Span, Trajectory, TransferQueue, open_broker, schema, training_flow
+from streamrl_queue import (
+    QueueConfig,
+    Segment,
+    Span,
+    Trajectory,
+    TransferQueue,
+    open_broker,
+    schema,
+    training_flow,
+    wire,
+)
 from streamrl_queue import messages as m
 from streamrl_queue.broker import _tokens_of
 from streamrl_queue.errors import LeaseExpired, SessionLost
 from streamrl_queue.events import VersionBegun
 from streamrl_queue.journal import Journal
 from streamrl_queue.nursery import run as run_trio
-from streamrl_queue.rpc import RpcClient
+from streamrl_queue.rpc import RpcClient, RpcServer
 from streamrl_queue.state import Version
+from streamrl_queue.transport import Buffer, Router
 
 
 def ready_to_learn(driver: Driver) -> None:
@@ -209,3 +221,44 @@ def test_a_lost_session_is_no_answer_that_is_remembered(tmp_path: Path) -> None:
                 assert (reply, again) == (m.Number(1), m.Number(1))
 
     run_trio(test)
+
+
+class TwiceRouter:
+    """Every message has arrived twice before its receiver looks."""
+
+    address = "memory"
+
+    def __init__(self, frames: list[Buffer]) -> None:
+        self._frames = [frames, frames]
+        self.sent: list[Sequence[Buffer]] = []
+
+    async def recv(self) -> list[Buffer]:
+        if not self._frames:
+            await trio.sleep_forever()
+        return self._frames.pop()
+
+    def send(self, frames: Sequence[Buffer]) -> bool:
+        self.sent.append(frames)
+        return True
+
+
+def test_a_request_that_arrives_twice_at_once_is_handled_once() -> None:
+    handled: list[object] = []
+
+    async def handle(peer: str, request: object) -> m.Number:
+        handled.append(request)
+        return m.Number(1)
+
+    async def test() -> None:
+        router = TwiceRouter([b"peer", *wire.seal("s", 1, m.Extend(7), None, None)])
+        server = RpcServer(cast(Router, router), m.Request, handle, None)
+        with trio.move_on_after(5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(server._receive, nursery)
+                while not router.sent:
+                    await trio.lowlevel.checkpoint()
+                nursery.cancel_scope.cancel()
+        assert handled == [m.Extend(7)]
+        assert len(router.sent) == 1
+
+    trio.run(test)

@@ -1,4 +1,4 @@
-"""Small faults planted in the core are found, by seeds that the unchanged core passes (test_simulation_seeds)."""
+"""Small faults planted in the core are found, by seeds that the unchanged core passes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,18 @@ def test_every_planted_fault_is_caught_by_some_seed(mutant: Mutant, monkeypatch:
         monkeypatch.setattr(target, attribute, replacement)
     seeds = [mutant.hint, *(seed for seed in SEEDS if seed != mutant.hint)]
     for seed in seeds:
-        result = simulate(Scenario.draw(seed, seconds=SECONDS))
+        result = simulate(Scenario.draw(seed, seconds=SECONDS, faults=mutant.faults))
         if result.failure:
             assert mutant.crashes or not result.is_crash, result.failure
             return
     pytest.fail(f"no seed of {len(seeds)} caught it")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("faults", "seed"), sorted({(mutant.faults, mutant.hint) for mutant in MUTANTS}))
+def test_the_unchanged_core_passes_the_seeds_that_catch_them(faults: str, seed: int) -> None:
+    """One run for each fault mix and seed that the mutants name."""
+    assert simulate(Scenario.draw(seed, seconds=SECONDS, faults=faults)).failure is None
 
 
 def test_there_are_mutants_of_every_part_of_the_core() -> None:
