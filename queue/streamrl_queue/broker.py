@@ -25,44 +25,37 @@ import pyarrow.compute as pc
 import trio
 
 from . import messages as m
-from . import snapshot, wire
-from .batches import Part, RowKeys, decode, gather
-from .config import ANY, Durability, Flow, Recovery, Stage
+from . import wire
+from .batches import Part, RowKeys, decode
+from .config import ANY, Durability, Flow, Recovery
 from .errors import JournalError, MessageTooLarge, ProtocolError, QueueFull, SchemaError, SessionLost, StreamRLError
-from .events import Dropped, Event, Granted, Moved
-from .journal import Damaged, Journal
+from .events import Granted
+from .journal import Journal
 from .nursery import open_nursery
 from .rows import Rows
 from .rpc import Forget
-from .schema import KEY_COLUMNS, check
+from .schema import check
 from .sessions import Sessions
-from .state import TASK, Row, Version
+from .state import Row, Version
+from .store import BrokenState, Store
 from .transport import ZEROMQ, Buffer, Router, Transport
 
 log = logging.getLogger(__name__)
 
 # Messages taken in before replies go out: enough to share one fsync, few enough to answer soon.
 BATCH: Final = 64
-# Moved out of a sparse segment between two rounds of messages: a few milliseconds' worth.
-MOVED_BYTES: Final = 4 << 20
 # Rows shown to a peek: enough for a screen, few enough to hold up nobody.
 MOST_PEEKED: Final = 1000
 # A request waits at most this long; its client asks again.
 LONGEST_WAIT_SECONDS: Final = 3600.0
 # After the disk refused, the time until the next attempt.
 RETRY_SECONDS: Final = 1.0
-# Columns that are part of every reply.
-KEYS: Final = frozenset(KEY_COLUMNS.names)
 # What is left of a message's limit when its header has had its share.
 LARGEST_PAYLOAD: Final = wire.MAX_MESSAGE_BYTES - (16 << 20)
 # Replies kept per session for requests that are sent again.
 REMEMBERED: Final = 64
 
 _decode_request = msgspec.msgpack.Decoder(m.Request | Forget).decode
-
-
-class BrokenState(RuntimeError):
-    """An event was recorded and could not be folded into the state: the broker must not go on."""
 
 
 class Asked(NamedTuple):
@@ -89,24 +82,19 @@ class Broker:
         clock: Callable[[], float] = trio.current_time,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.rows = Rows(flow)
+        self.store = Store(flow, journal, clock=clock, wall=wall)
         self.sessions = Sessions(flow.session_seconds, epoch=int(wall() * 1e6))
         self.address = router.address
-        self._journal = journal
         self._router = router
         self._key = key
         self._clock = clock
         self._wall = wall
         self._waiting: list[Asked] = []
         self._outbox: list[list[Buffer]] = []
-        self._unsynced = False
         self._remembered: defaultdict[str, OrderedDict[int, tuple[msgspec.Struct, Buffer | None]]] = defaultdict(
             OrderedDict
         )
         self._seen_epoch = self.sessions.epoch
-        # The segment that is being emptied, and what is still to move: (record, stage) → rows.
-        self._moving = 0
-        self._moves: dict[tuple[int, str], list[int]] = {}
         self.protocol_errors = 0
         self._not_before = 0.0
         self._handlers: dict[type, Callable[[Asked], msgspec.Struct | tuple[msgspec.Struct, Buffer] | None]] = {
@@ -136,38 +124,17 @@ class Broker:
             m.GetStatistics: self._statistics,
         }
 
-    def recover(self) -> int:
-        """Fold the journal; returns how many events there were. Leases and sessions get their full time anew."""
-        events = 0
-        now = self._clock()
-        if (state := self._journal.snapshot()) is not None:
-            self.rows = snapshot.load(self.rows.flow, state, now=now)
-        damaged: list[Damaged] = []
-        for found in self._journal.recover():
-            if isinstance(found, Damaged):
-                damaged.append(found)
-            event, record = (found.event, found.record) if isinstance(found, Damaged) else found
-            self.rows.apply(event, now=now, record=record)
-            events += 1
-        self.rows.freed.clear()
-        for record in self.rows.references:
-            self._journal.need(record)
-        self._journal.dump = lambda: snapshot.dump(self.rows)
-        for found in damaged:
-            self._give_up(found)
-        for lease in self.rows.leases.values():
-            self.sessions.expect(now, lease.session)
-        # What the process before this one wrote last may not be synced; it may be acknowledged again any moment.
-        self._unsynced = True
-        return events
+    @property
+    def rows(self) -> Rows:
+        """The rows, for looking."""
+        return self.store.rows
 
-    def _give_up(self, damaged: Damaged) -> None:
-        """Rows whose columns are lost to damage are dropped."""
-        places = ((id, place) for id, row in self.rows.rows.items() for place in row.places.values())
-        rows = tuple(sorted({id for id, place in places if place.record == damaged.record}))
-        log.error("%s is damaged: %d rows given up: %s", damaged.place, len(rows), rows[:20])
-        if rows:
-            self._record(Dropped(self._wall(), rows, "journal_damage"))
+    def recover(self) -> int:
+        """Fold the journal; returns how many events there were. Sessions get their full time anew."""
+        events = self.store.recover()
+        for lease in self.rows.leases.values():
+            self.sessions.expect(self._clock(), lease.session)
+        return events
 
     async def serve(self) -> None:
         """Answer until cancelled.
@@ -221,7 +188,7 @@ class Broker:
         self._waiting = [asked for asked in self._waiting if (asked.session, asked.id) != (session, id)]
         if (lease := self.rows.granted(session, id)) is not None:
             reason = "its request was given up"
-            self._record(self.rows.release(self._wall(), session, lease.id, None, "released", reason))
+            self.store.record(self.rows.release(self._wall(), session, lease.id, None, "released", reason))
 
     def _is_waiting(self, asked: Asked) -> bool:
         """Whether this request is a repetition of one that waits; then its reply goes to the new peer."""
@@ -271,31 +238,11 @@ class Broker:
 
     async def _answer(self) -> None:
         """Send the replies, after what they promise is true."""
-        if self._unsynced:
-            self._unsynced = False
-            await self._journal.settle()
+        await self.store.settle()
         outbox, self._outbox = self._outbox, []
         for frames in outbox:
             # A peer that is gone or does not keep up asks again.
             self._router.send(frames)
-
-    def _record(self, event: Event | None, payload: Buffer = b"", *, sync: bool = False) -> None:
-        """Journal an event and fold it into the state."""
-        if event is None:
-            return
-        self._unsynced |= sync or self._journal.durability == "fsync"
-        record = self._journal.append(event, payload)
-        try:
-            self.rows.apply(event, now=self._clock(), record=record)
-        except Exception as error:
-            raise BrokenState(f"{event} was recorded but does not fit the state") from error
-        if record in self.rows.references:
-            self._journal.need(record)
-        for freed in self.rows.freed:
-            # A record whose rows ended with it was never needed.
-            if freed != record:
-                self._journal.free(freed)
-        self.rows.freed.clear()
 
     # -- time
 
@@ -318,29 +265,11 @@ class Broker:
         for ended in self.rows.expire(now, self._wall()):
             lease = self.rows.leases[ended.lease]
             log.warning("lease %d of %s ran out: %d rows requeued", lease.id, lease.stage, len(ended.rows))
-            self._record(ended)
+            self.store.record(ended)
         for session in self.sessions.late(now):
             seconds = self.sessions.session_seconds
             self._lose(session, f"no heartbeat for {seconds:.1f} s")
-        self._tidy()
-
-    def _tidy(self) -> None:
-        """Move what is left of a sparse segment to the journal's end, a little at a time; delete what is empty."""
-        if (sparse := self._journal.sparse()) is not None:
-            if self._moving != sparse:
-                self._moving = sparse
-                self._moves = self.rows.in_segment(sparse)
-            moved = 0
-            while self._moves and moved < MOVED_BYTES:
-                (record, stage), rows = self._moves.popitem()
-                if record in self.rows.references:
-                    payload = bytes(self._journal.payload(record))
-                    self._record(Moved(self._wall(), stage, tuple(rows)), payload)
-                    moved += len(payload)
-            if not self._moves:
-                self._moving = 0
-        for number in self._journal.delete_unneeded():
-            log.info("journal segment %d is no longer needed and was deleted", number)
+        self.store.tidy()
 
     def _lose(self, session: str, reason: str) -> int:
         """A process is gone: its leases end."""
@@ -348,7 +277,7 @@ class Broker:
         rows = sum(len(ended.rows) for ended in ends)
         log.warning("%s lost: %s; %d rows requeued", self.sessions.name(session), reason, rows)
         for ended in ends:
-            self._record(ended)
+            self.store.record(ended)
         self.sessions.end(session)
         self._remembered.pop(session, None)
         self._waiting = [asked for asked in self._waiting if asked.session != session]
@@ -393,7 +322,7 @@ class Broker:
         rows = 0
         for ended in self.rows.end_session(self._wall(), asked.session, "its holder left"):
             rows += len(ended.rows)
-            self._record(ended)
+            self.store.record(ended)
         self.sessions.end(asked.session)
         self._remembered.pop(asked.session, None)
         return m.Number(rows)
@@ -407,7 +336,7 @@ class Broker:
         for session in self.sessions.absent():
             for ended in self.rows.end_session(self._wall(), session, "the run it belonged to ended"):
                 rows += len(ended.rows)
-                self._record(msgspec.structs.replace(ended, cause="released"))
+                self.store.record(msgspec.structs.replace(ended, cause="released"))
             self.sessions.end(session)
         return m.Number(rows)
 
@@ -455,15 +384,15 @@ class Broker:
             priority=ask.priority,
             sources=ask.sources,
         )
-        self._record(event, asked.payload)
-        return m.Receipt(rows, duplicates, self._journal.durability)
+        self.store.record(event, asked.payload)
+        return m.Receipt(rows, duplicates, self.store.journal.durability)
 
     def _is_full(self, rows: int, size: int) -> str | None:
         """Why `rows` more rows of `size` bytes must wait; None when there is room."""
         limit = self.rows.flow.waiting_rows
         if rows > (room := self.rows.room()):
             return f"{limit - room} of {limit} rows wait to be rolled out (queue.waiting_rows)"
-        used, budget = self._journal.needed_bytes, self.rows.flow.budget_bytes
+        used, budget = self.store.journal.needed_bytes, self.rows.flow.budget_bytes
         # A put larger than the whole budget gets in when nothing else is there.
         if rows and used and used + size > budget:
             return f"{used / 2**20:.1f} of {budget / 2**20:.1f} MiB are taken by rows (queue.budget_mebibytes)"
@@ -485,7 +414,7 @@ class Broker:
             request=asked.id,
         )
         for event in events:
-            self._record(event)
+            self.store.record(event)
         granted = next((event for event in events if isinstance(event, Granted)), None)
         if granted is not None:
             return self._grant(granted.lease, granted.rows, ask)
@@ -497,10 +426,10 @@ class Broker:
         parts: tuple[Part, ...] = ()
         payload = b""
         if ask.payload:
-            parts, payload = gather(rows, self._wanted(ask.columns or stage.reads, stage), self._journal.payload)
+            parts, payload = self.store.columns(rows, ask.columns or stage.reads, stage)
         if len(payload) > LARGEST_PAYLOAD:
             size, session = len(payload) / 2**20, self.rows.leases[lease].session
-            self._record(self.rows.release(self._wall(), session, lease, None, "released", "reply too large"))
+            self.store.record(self.rows.release(self._wall(), session, lease, None, "released", "reply too large"))
             raise MessageTooLarge(
                 f"{len(rows)} rows of {stage.name} are {size:.0f} MiB, limit {LARGEST_PAYLOAD / 2**20:.0f} MiB; "
                 "lease fewer rows at once"
@@ -512,10 +441,8 @@ class Broker:
 
     def _fetch(self, asked: Asked) -> tuple[msgspec.Struct, Buffer]:
         ask: m.Fetch = asked.request
-        if gone := [id for id in ask.rows if id not in self.rows.rows]:
-            raise SchemaError(f"fetch: rows {gone[:8]} have ended or never were")
-        rows = [self.rows.rows[id] for id in ask.rows]
-        parts, payload = gather(rows, self._wanted(ask.columns, None), self._journal.payload)
+        rows = self.store.rows_of(ask.rows)
+        parts, payload = self.store.columns(rows, ask.columns, None)
         return m.Columns(tuple(self._keys(row, "") for row in rows), parts), payload
 
     def _peek(self, asked: Asked) -> m.Columns:
@@ -530,7 +457,7 @@ class Broker:
             raise SchemaError("write: missing column row, which says whose columns these are")
         rows = tuple(batch.column("row").to_pylist())
         if self.rows.written_before(lease_id, rows):
-            return m.Receipt(rows, len(rows), self._journal.durability)
+            return m.Receipt(rows, len(rows), self.store.journal.durability)
         lease, _ = self.rows.held(lease_id, asked.session, rows)
         stage = self.rows.stages[lease.stage]
         check(batch, (name for name in stage.writes if name != ANY), f"write to {stage.name}")
@@ -541,8 +468,8 @@ class Broker:
                 f"write to {stage.name}: it does not write {', '.join(sorted(foreign))}; it writes {written}"
             )
         event = self.rows.write(self._wall(), asked.session, lease_id, rows, *_tokens_of(batch, self.rows.versions))
-        self._record(event, asked.payload)
-        return m.Receipt(rows, 0, self._journal.durability)
+        self.store.record(event, asked.payload)
+        return m.Receipt(rows, 0, self.store.journal.durability)
 
     def _extend(self, asked: Asked) -> m.Number:
         self.rows.extend(self._clock(), asked.session, asked.request.lease)
@@ -551,18 +478,18 @@ class Broker:
     def _release(self, asked: Asked) -> m.Receipt:
         ask: m.Release = asked.request
         event = self.rows.release(self._wall(), asked.session, ask.lease, ask.rows, "released", ask.reason)
-        self._record(event)
-        return m.Receipt(event.rows, 0, self._journal.durability)
+        self.store.record(event)
+        return m.Receipt(event.rows, 0, self.store.journal.durability)
 
     def _drop(self, asked: Asked) -> m.Receipt:
         ask: m.Drop = asked.request
         event = self.rows.drop(self._wall(), asked.session, ask.lease, ask.rows, ask.reason)
-        self._record(event)
-        return m.Receipt(event.rows, 0, self._journal.durability)
+        self.store.record(event)
+        return m.Receipt(event.rows, 0, self.store.journal.durability)
 
     def _drop_unfinished(self, asked: Asked) -> m.Number:
         event = self.rows.drop_unfinished(self._wall(), asked.request.split, asked.request.reason)
-        self._record(event)
+        self.store.record(event)
         return m.Number(len(event.rows) if event else 0)
 
     # -- versions and steps
@@ -572,12 +499,12 @@ class Broker:
         if (before := self.rows.begun(request)) is not None:
             return m.Number(before.id)
         event = self.rows.begin_version(self._wall(), asked.request.step, asked.request.parent, request)
-        self._record(event)
+        self.store.record(event)
         return m.Number(event.version)
 
     def _commit_version(self, asked: Asked) -> m.Number:
         event = self.rows.commit_version(self._wall(), asked.request.version, asked.request.digest)
-        self._record(event, sync=True)
+        self.store.record(event, sync=True)
         return m.Number(asked.request.version)
 
     def _versions(self, asked: Asked) -> m.Versions:
@@ -586,36 +513,25 @@ class Broker:
     def _commit(self, asked: Asked) -> m.Receipt:
         ask: m.CommitStep = asked.request
         event = self.rows.commit(self._wall(), asked.session, ask.step, ask.rows)
-        self._record(event, sync=True)
+        self.store.record(event, sync=True)
         return m.Receipt(ask.rows, 0 if event else len(ask.rows), "fsync")
 
     def _retire(self, asked: Asked) -> m.Number:
-        self._record(self.rows.retire(self._wall(), asked.request.through))
+        self.store.record(self.rows.retire(self._wall(), asked.request.through))
         return m.Number(asked.request.through)
 
     def _reconcile(self, asked: Asked) -> m.Number:
         before = self.rows.statistics().trained
-        self._record(self.rows.reconcile(self._wall(), asked.request.step), sync=True)
+        self.store.record(self.rows.reconcile(self._wall(), asked.request.step), sync=True)
         return m.Number(before - self.rows.statistics().trained)
 
     def _statistics(self, asked: Asked) -> m.Counts:
-        return m.Counts(self.rows.statistics(), self._journal.size)
+        return m.Counts(self.rows.statistics(), self.store.journal.size)
 
     # -- columns
 
     def _keys(self, row: Row, stage: str) -> RowKeys:
         return RowKeys(row.id, row.group.id, row.member, row.attempts.get(stage, 0), row.split, row.tokens)
-
-    def _wanted(self, columns: Sequence[str], stage: Stage | None) -> dict[str, list[str]]:
-        """Stage → which of its columns are asked for; the key columns come with every row."""
-        wanted: dict[str, list[str]] = {}
-        for column in columns:
-            if column == ANY:
-                for name in (TASK, *(stage.after if stage else ())):
-                    wanted[name] = [ANY]
-            elif column not in KEYS:
-                wanted.setdefault(self.rows.writer.get(column, TASK), []).append(column)
-        return wanted
 
 
 def _tokens_of(batch: pa.RecordBatch, versions: Mapping[int, Version]) -> tuple[tuple[int, ...], tuple[int, ...]]:

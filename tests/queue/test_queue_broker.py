@@ -261,7 +261,7 @@ def test_many_times_the_budget_passes_through_a_journal_that_stays_small(tmp_pat
             statistics = broker.rows.statistics()
             statistics.check()
             assert (statistics.tasks, statistics.ready, statistics.done) == (204, 1, 203)
-            assert bytes(broker._journal.payload(broker.rows.rows[held.ids[0]].places[""].record))
+            assert bytes(broker.store.journal.payload(broker.rows.rows[held.ids[0]].places[""].record))
 
     run(body, tmp_path)
 

@@ -19,6 +19,7 @@ from streamrl_queue.journal import Journal
 from streamrl_queue.rows import Rows
 from streamrl_queue.sessions import Sessions
 from streamrl_queue.state import Group, Lease, Row
+from streamrl_queue.store import Store
 from streamrl_queue.table import Table
 
 
@@ -53,7 +54,7 @@ def mutant(
 expire, end_session, lease, commit, held = Rows.expire, Rows.end_session, Rows.lease, Rows.commit, Rows.held
 begin_version, release = Rows.begin_version, Rows.release
 apply_granted, apply_ended, apply_reconciled = Table._apply_granted, Table._apply_ended, Table._apply_reconciled
-end, enqueue, record, recover, dump = Table._end, Table._enqueue, Broker._record, Journal.recover, snapshot.dump
+end, enqueue, record, recover, dump = Table._end, Table._enqueue, Store.record, Journal.recover, snapshot.dump
 broker_commit, broker_begin = Broker._commit, Broker._begin_version
 
 
@@ -124,7 +125,7 @@ def a_version_is_handed_out_but_not_begun(self: Broker, asked: Any) -> m.Number:
 @mutant(Broker, "_commit")
 def rows_are_retired_before_the_marker(self: Broker, asked: Any) -> m.Receipt:
     receipt: m.Receipt = broker_commit(self, asked)
-    self._record(self.rows.retire(self._wall(), asked.request.step))
+    self.store.record(self.rows.retire(self._wall(), asked.request.step))
     return receipt
 
 
@@ -187,9 +188,9 @@ def a_dropped_row_is_counted_twice(self: Table, rows: Sequence[Row], how: str, r
     self._ends[how, reason] += len(rows) if how == "dropped" else 0
 
 
-@mutant(Broker, "_record")
+@mutant(Store, "record")
 def a_commit_is_answered_before_it_is_journaled(
-    self: Broker, event: Any, payload: Any = b"", *, sync: bool = False
+    self: Store, event: Any, payload: Any = b"", *, sync: bool = False
 ) -> None:
     if isinstance(event, e.Committed):
         self.rows.apply(event, now=self._clock())
@@ -201,9 +202,7 @@ async def _answer_at_once(self: Broker) -> None:
     outbox, self._outbox = self._outbox, []
     for frames in outbox:
         self._router.send(frames)
-    if self._unsynced:
-        self._unsynced = False
-        await self._journal.settle()
+    await self.store.settle()
 
 
 MUTANTS.append(Mutant("replies_leave_before_the_sync", 0, ((Broker, "_answer", _answer_at_once),)))
