@@ -125,26 +125,31 @@ def _select(data: memoryview, lines: Sequence[int], names: Sequence[str]) -> mem
 
 def assemble(keys: Sequence[RowKeys], parts: Sequence[Part], payload: memoryview) -> pa.RecordBatch:
     """One batch with the key columns and all columns of the parts, in the order of `keys`."""
-    columns: dict[str, pa.Array] = {
-        field.name: pa.array([getattr(key, field.name) for key in keys], field.type) for field in KEY_COLUMNS
-    }
-    by_stage: defaultdict[str, list[Part]] = defaultdict(list)
+    by_stage: defaultdict[str, list[tuple[Sequence[int], pa.RecordBatch]]] = defaultdict(list)
     for part in parts:
-        by_stage[part.stage].append(part)
+        piece = decode(payload[part.start : part.start + part.length], f"columns of {part.stage or 'the task'}")
+        by_stage[part.stage].append((part.rows, piece))
+    columns = _key_columns(keys)
     for stage, pieces in by_stage.items():
-        batches = [decode(payload[p.start : p.start + p.length], f"columns of {stage or 'the task'}") for p in pieces]
-        try:
-            table = pa.Table.from_batches(batches).combine_chunks()
-        except pa.ArrowInvalid as error:
-            raise SchemaError(
-                f"the rows of this lease have different columns of {stage or 'the task'}: {error}; name the columns "
-                "that all of them have"
-            ) from error
-        order = np.argsort([position for piece in pieces for position in piece.rows])
-        if not np.array_equal(order, np.arange(len(order))):
-            table = table.take(pa.array(order))
-        for name in table.schema.names:
-            if name != "row":
-                columns[name] = table.column(name).combine_chunks() if len(table) else table.column(name)
-    arrays = [c.chunk(0) if isinstance(c, pa.ChunkedArray) and c.num_chunks else c for c in columns.values()]
-    return pa.RecordBatch.from_arrays(arrays, names=list(columns))
+        batch = _in_order(pieces, stage)
+        columns |= {name: batch.column(i) for i, name in enumerate(batch.schema.names) if name != "row"}
+    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+
+
+def _key_columns(keys: Sequence[RowKeys]) -> dict[str, pa.Array]:
+    by_name = zip(*map(msgspec.structs.astuple, keys), strict=True) if keys else ((),) * len(RowKeys.__struct_fields__)
+    values = dict(zip(RowKeys.__struct_fields__, by_name, strict=True))
+    return {field.name: pa.array(values[field.name], field.type) for field in KEY_COLUMNS}
+
+
+def _in_order(pieces: Sequence[tuple[Sequence[int], pa.RecordBatch]], stage: str) -> pa.RecordBatch:
+    """Pieces of one stage's columns as one batch, line i for the reply's row i; copied only when it must be."""
+    order = [position for positions, _ in pieces for position in positions]
+    try:
+        batch = pieces[0][1] if len(pieces) == 1 else pa.concat_batches([piece for _, piece in pieces])
+    except pa.ArrowInvalid as error:
+        raise SchemaError(
+            f"the rows of this lease have different columns of {stage or 'the task'}: {error}; name the columns "
+            "that all of them have"
+        ) from error
+    return batch if order == list(range(len(order))) else batch.take(pa.array(np.argsort(order)))

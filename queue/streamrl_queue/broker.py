@@ -66,6 +66,7 @@ class Asked(NamedTuple):
     id: int
     request: Any
     payload: Buffer
+    digest: bytes
     deadline: float
 
 
@@ -176,7 +177,7 @@ class Broker:
         wait = getattr(request, "wait", 0.0)
         # Written so that a NaN does not wait.
         deadline = self._clock() + (min(wait, LONGEST_WAIT_SECONDS) if wait > 0.0 else 0.0)
-        asked = Asked(peer, envelope.session, envelope.id, request, payload or b"", deadline)
+        asked = Asked(peer, envelope.session, envelope.id, request, payload or b"", envelope.payload, deadline)
         remembered = self._remembered.get(asked.session)
         if remembered is not None and asked.id in remembered:
             self._reply(asked, remembered[asked.id])
@@ -384,7 +385,7 @@ class Broker:
             priority=ask.priority,
             sources=ask.sources,
         )
-        self.store.record(event, asked.payload)
+        self.store.record(event, asked.payload, asked.digest)
         return m.Receipt(rows, duplicates, self.store.journal.durability)
 
     def _is_full(self, rows: int, size: int) -> str | None:
@@ -468,7 +469,7 @@ class Broker:
                 f"write to {stage.name}: it does not write {', '.join(sorted(foreign))}; it writes {written}"
             )
         event = self.rows.write(self._wall(), asked.session, lease_id, rows, *_tokens_of(batch, self.rows.versions))
-        self.store.record(event, asked.payload)
+        self.store.record(event, asked.payload, asked.digest)
         return m.Receipt(rows, 0, self.store.journal.durability)
 
     def _extend(self, asked: Asked) -> m.Number:

@@ -1,6 +1,6 @@
 """The journal: everything that happened to rows, and their columns, in append-only segments.
 
-    record     magic (4) · header bytes (4) · payload bytes (8) · header digest (16) · payload digest (16)
+    record     magic (4) · header bytes (4) · payload bytes (8) · header digest (16) · payload digest (32)
                · header · padding to 64 · payload · padding to 64
     snapshot   digest (32) · the state before the segment of the same number
 
@@ -30,6 +30,7 @@ import msgspec
 import trio
 from blake3 import blake3
 
+from . import wire
 from .config import Durability, Recovery
 from .errors import JournalError
 from .events import Event
@@ -38,8 +39,8 @@ log = logging.getLogger(__name__)
 
 Buffer = bytes | bytearray | memoryview
 
-MAGIC: Final = 0x53524C32
-_HEAD: Final = struct.Struct("<IIQ16s16s")
+MAGIC: Final = 0x53524C33
+_HEAD: Final = struct.Struct("<IIQ16s32s")
 # Arrow wants its buffers aligned, so that readers of a mapped segment need not copy.
 ALIGNMENT: Final = 64
 # A segment ends after so many events even when it is not full, so that recovery folds at most twice as many.
@@ -74,6 +75,7 @@ def _padded(length: int) -> int:
 
 
 def _digest(data: Buffer) -> bytes:
+    """Of an event, whose damage is all that it must tell."""
     return blake3(data).digest(length=16)
 
 
@@ -87,7 +89,7 @@ def _parse(view: memoryview, start: int) -> _Record | None:
     end = payload + payload_bytes
     if magic != MAGIC or end > len(view) or _digest(view[header : header + header_bytes]) != header_digest:
         return None
-    whole = not payload_bytes or _digest(view[payload:end]) == payload_digest
+    whole = not payload_bytes or wire.payload_digest(view[payload:end]) == payload_digest
     event = _decode(view[header : header + header_bytes])
     return _Record(event, start, payload, payload_bytes, start + _padded(end - start), whole)
 
@@ -275,15 +277,17 @@ class Journal:
         grown = self._segments[last.number] = Segment(last.path, self._segment_bytes)
         grown.end, grown.events, grown.read = end, events, True
 
-    def append(self, event: Event, payload: Buffer = b"") -> int:
+    def append(self, event: Event, payload: Buffer = b"", digest: bytes = b"") -> int:
         """Write one event and its payload; returns the record's number. `sync` makes it survive power loss.
+
+        The payload's digest is made here when it does not come along.
 
         Raises:
             JournalError: the disk is full or broken; nothing was recorded.
         """
         header = _encode(event)
         payload_bytes = memoryview(payload).nbytes
-        head = _HEAD.pack(MAGIC, len(header), payload_bytes, _digest(header), _digest(payload))
+        head = _HEAD.pack(MAGIC, len(header), payload_bytes, _digest(header), digest or wire.payload_digest(payload))
         try:
             segment = self._room(_padded(_HEAD.size + len(header)) + _padded(payload_bytes))
             start = segment.append(head, header, payload)

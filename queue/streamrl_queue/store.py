@@ -93,8 +93,8 @@ class Store:
         if rows:
             self.record(Dropped(self._wall(), rows, "journal_damage"))
 
-    def record(self, event: Event | None, payload: Buffer = b"", *, sync: bool = False) -> None:
-        """Journal an event and fold it into the state.
+    def record(self, event: Event | None, payload: Buffer = b"", digest: bytes = b"", *, sync: bool = False) -> None:
+        """Journal an event, with its payload and the payload's digest (made here by default), and fold it.
 
         Raises:
             JournalError: the disk refused it; nothing has changed.
@@ -102,7 +102,7 @@ class Store:
         if event is None:
             return
         self._unsynced |= sync or self.journal.durability == "fsync"
-        record = self.journal.append(event, payload)
+        record = self.journal.append(event, payload, digest)
         try:
             self.rows.apply(event, now=self._clock(), record=record)
         except Exception as error:

@@ -1,10 +1,10 @@
-"""Frames on the wire: a keyed digest, one msgpack header, and at most one payload.
+"""Frames on the wire: a header under a keyed digest, and at most one payload.
 
-    frame 0   digest (32 bytes, BLAKE3 over everything that follows)
-    frame 1   header: Envelope as msgpack
-    frame 2   payload: Arrow IPC stream, when there is one
+    frame 0   digest (32 bytes, keyed BLAKE3 of the rest of this frame) · header: Envelope as msgpack
+    frame 1   payload: Arrow IPC stream, when there is one; the header holds its BLAKE3
 
-The digest is checked before anything is decoded. Without a key it still catches corruption, not malice.
+Both digests are checked before anything they cover is decoded. Without a key they still catch corruption, not malice.
+The payload's digest is made once, by its writer: the journal keeps it, and whoever reads the payload checks it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from blake3 import blake3
 from .errors import MessageTooLarge, ProtocolError
 from .transport import MAX_FRAME_BYTES, Buffer, buffer_bytes
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 MAX_MESSAGE_BYTES: Final = MAX_FRAME_BYTES // 2
 DIGEST_BYTES: Final = 32
 NO_KEY: Final = bytes(32)
@@ -32,6 +32,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     session: str
     id: int
     body: msgspec.Raw
+    # BLAKE3 of the payload; empty when there is none.
+    payload: bytes = b""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -45,12 +47,14 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
 
 
-def digest(key: bytes | None, *parts: Buffer) -> bytes:
-    """Keyed BLAKE3 over `parts` in order."""
-    hasher = blake3(key=key or NO_KEY)
-    for part in parts:
-        hasher.update(part)
-    return hasher.digest()
+def digest(data: Buffer, key: bytes = NO_KEY) -> bytes:
+    """Keyed BLAKE3, 32 bytes."""
+    return blake3(data, key=key).digest()
+
+
+def payload_digest(data: Buffer) -> bytes:
+    """BLAKE3, 32 bytes."""
+    return blake3(data).digest()
 
 
 def seal(session: str, id: int, body: msgspec.Struct, payload: Buffer | None, key: bytes | None) -> list[Buffer]:
@@ -59,15 +63,16 @@ def seal(session: str, id: int, body: msgspec.Struct, payload: Buffer | None, ke
     Raises:
         MessageTooLarge: before anything is sent.
     """
-    header = _encode(Envelope(PROTOCOL, session, id, msgspec.Raw(_encode(body))))
-    frames: list[Buffer] = [header] if payload is None else [header, payload]
-    size = sum(buffer_bytes(frame) for frame in frames)
+    of_payload = b"" if payload is None else payload_digest(payload)
+    header = _encode(Envelope(PROTOCOL, session, id, msgspec.Raw(_encode(body)), of_payload))
+    size = len(header) + (0 if payload is None else buffer_bytes(payload))
     if size > MAX_MESSAGE_BYTES:
         raise MessageTooLarge(
             f"{type(body).__name__} is {size / 2**20:.0f} MiB, limit {MAX_MESSAGE_BYTES / 2**20:.0f} MiB; "
             "send fewer rows at once"
         )
-    return [digest(key, *frames), *frames]
+    first = digest(header, key or NO_KEY) + header
+    return [first] if payload is None else [first, payload]
 
 
 def unseal(frames: Sequence[Buffer], key: bytes | None) -> tuple[Envelope, Buffer | None]:
@@ -76,15 +81,19 @@ def unseal(frames: Sequence[Buffer], key: bytes | None) -> tuple[Envelope, Buffe
     Raises:
         ProtocolError: wrong frame count, digest or protocol version. Nothing was decoded before the digest held.
     """
-    if len(frames) not in (2, 3):
-        raise ProtocolError(f"expected 2 or 3 frames, got {len(frames)}")
-    expected = digest(key, *frames[1:])
-    if not compare_digest(bytes(frames[0]), expected):
+    if len(frames) not in (1, 2):
+        raise ProtocolError(f"expected 1 or 2 frames, got {len(frames)}")
+    first = memoryview(frames[0])
+    header = first[DIGEST_BYTES:]
+    if not compare_digest(bytes(first[:DIGEST_BYTES]), digest(header, key or NO_KEY)):
         raise ProtocolError("digest mismatch: the message was damaged, or its sender has another key")
     try:
-        envelope = _decode_envelope(frames[1])
+        envelope = _decode_envelope(header)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"malformed header: {error}") from error
     if envelope.protocol != PROTOCOL:
         raise ProtocolError(f"expected protocol {PROTOCOL}, got {envelope.protocol}; both sides need one release")
-    return envelope, frames[2] if len(frames) == 3 else None
+    payload = frames[1] if len(frames) == 2 else None
+    if (payload_digest(payload) if payload is not None else b"") != envelope.payload:
+        raise ProtocolError("digest mismatch: the payload was damaged")
+    return envelope, payload

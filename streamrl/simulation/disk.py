@@ -69,13 +69,13 @@ class SimJournal(Journal):
         self._disk = disk
         self.dead = False
 
-    def append(self, event: Event, payload: Buffer = b"") -> int:
+    def append(self, event: Event, payload: Buffer = b"", digest: bytes = b"") -> int:
         """Write one event, unless the broker is to die before, during or after it."""
         death, self._disk.death = self._disk.death, None
         if self.dead or death == "before":
             self._die()
         known = set(self._segments)
-        record = super().append(event, payload)
+        record = super().append(event, payload, digest)
         for number in self._segments.keys() - known:
             self._watch(self._segments[number])
         if death == "torn" and self._tear(record):

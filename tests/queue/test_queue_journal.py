@@ -76,7 +76,7 @@ def flip(path: Path, byte: int) -> None:
 
 def test_a_damaged_event_before_the_tail_stops_recovery_and_names_the_place(tmp_path: Path) -> None:
     fill(tmp_path)
-    flip(tmp_path / "00000001.segment", 60)
+    flip(tmp_path / "00000001.segment", 70)
     with pytest.raises(JournalError, match=r"00000001.segment: the event at byte 0 is damaged"):
         reopen(tmp_path)
 

@@ -190,12 +190,12 @@ def a_dropped_row_is_counted_twice(self: Table, rows: Sequence[Row], how: str, r
 
 @mutant(Store, "record")
 def a_commit_is_answered_before_it_is_journaled(
-    self: Store, event: Any, payload: Any = b"", *, sync: bool = False
+    self: Store, event: Any, payload: Any = b"", digest: bytes = b"", *, sync: bool = False
 ) -> None:
     if isinstance(event, e.Committed):
         self.rows.apply(event, now=self._clock())
     else:
-        record(self, event, payload, sync=sync)
+        record(self, event, payload, digest, sync=sync)
 
 
 async def _answer_at_once(self: Broker) -> None:

@@ -242,7 +242,7 @@ def _reasons(lives: Lives, end: str) -> dict[str, int]:
 
 
 def test_a_segment_that_becomes_a_ledger_while_it_is_read_is_read_once(tmp_path: Path) -> None:
-    journal = made(tmp_path, two_steps, segment_bytes=1 << 13)
+    journal = made(tmp_path, two_steps, segment_bytes=3 << 12)
     segments = sorted(journal.glob("*.segment"))
     assert len(segments) > 1
     files = audit.files(journal)

@@ -309,7 +309,7 @@ def test_verify_names_file_and_byte_of_a_damaged_event_and_goes_on_behind_it(
 ) -> None:
     journal = made(tmp_path, two_steps)
     segment, start, _ = place_of(journal, "Written", "rollout")
-    flip(segment, start + 60)
+    flip(segment, start + 70)
     assert cli.main(["queue", "verify", str(journal), "--json"]) == 1
     report = found(capsys)
     assert isinstance(report, dict)
