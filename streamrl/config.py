@@ -129,6 +129,11 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
             f"queue.waiting_rows is {config.queue.waiting_rows} but tasks.eval_rows is {config.tasks.eval_rows}: "
             f"an evaluation would not fit; raise the first or lower the second"
         )
+    if config.queue.partial_members is not None and config.queue.partial_members >= group:
+        yield (
+            f"queue.partial_members is {config.queue.partial_members} but tasks.group_size is {group}: a group has no "
+            f"stragglers when all its members must be there; lower the first, or unset it and queue.straggler_seconds"
+        )
     if config.rollout.max_tokens > config.engine.max_tokens:
         yield (
             f"rollout.max_tokens is {config.rollout.max_tokens} but engine.max_tokens is "

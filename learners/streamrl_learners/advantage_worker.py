@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import pyarrow as pa
 
+from streamrl_queue.errors import LeaseExpired
 from streamrl_queue.schema import advantage_batch
 
 from .algorithms.advantages import group_advantages
@@ -14,6 +16,8 @@ from .config import AdvantageConfig
 
 if TYPE_CHECKING:
     from streamrl_queue import TransferQueue
+
+log = logging.getLogger(__name__)
 
 # Rows of one lease: a few steps' worth of small groups; one reply of a few kilobytes.
 ROWS: Final = 256
@@ -33,7 +37,10 @@ async def run_advantage_worker(queue: TransferQueue, config: AdvantageConfig) ->
         if lease is None:
             continue
         assert lease.batch is not None
-        await queue.write(lease, advantages_of(config, lease.batch))
+        try:
+            await queue.write(lease, advantages_of(config, lease.batch))
+        except LeaseExpired as error:  # the groups are somebody else's now
+            log.warning("advantage worker: %s", error)
 
 
 def advantages_of(config: AdvantageConfig, batch: pa.RecordBatch) -> pa.RecordBatch:

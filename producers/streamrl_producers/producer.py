@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ from streamrl_queue.batches import RowKeys
 from streamrl_queue.errors import LeaseExpired, LimitReached, SchemaError, StreamRLError
 from streamrl_queue.nursery import open_nursery
 from streamrl_queue.schema import Trajectory, trajectory_batch
+from streamrl_queue.transport import ZEROMQ, Transport
 
 from .config import RolloutConfig
 from .engines.fleet import EngineFleet
@@ -57,6 +59,7 @@ async def run_producer(
     template: ChatTemplate,
     config: RolloutConfig,
     key: bytes | None = None,
+    transport: Transport = ZEROMQ,
 ) -> None:
     """Play rows of the stage `rollout` until cancelled; then give unfinished rows back, within 2 seconds.
 
@@ -65,7 +68,7 @@ async def run_producer(
     consumes: leases of `rollout`. produces: trajectories. waits for: rows, room for an episode, engines.
     unblocked by: tasks that are fed or admitted, episodes that end, engines that become ready.
     """
-    async with EngineFleet.watch(queue, key=key, slice_tokens=config.slice_tokens) as fleet:
+    async with EngineFleet.watch(queue, key=key, slice_tokens=config.slice_tokens, transport=transport) as fleet:
         producer = Producer(queue, fleet, agent, template, config)
         try:
             await producer.run()
@@ -134,6 +137,7 @@ class Producer:
         with held.scope_of(row.row):
             try:
                 trajectory = await self._play(held.lease.id, row, task)
+                held.playing.discard(row.row)
                 await self._queue.write(held.lease, trajectory_batch([row.row], [trajectory]))
                 self._failures.pop(row.row, None)
                 self._count(trajectory)
@@ -188,7 +192,7 @@ class Producer:
                 await held.over.wait()
                 return
             try:
-                await self._queue.extend(held.lease)
+                held.keep(await self._queue.extend(held.lease))
             except LeaseExpired as error:
                 log.warning("lease %d was lost with %d episodes: %s", held.lease.id, len(held.scopes), error)
                 held.cancel()
@@ -233,6 +237,8 @@ class _Held:
         self.lease = lease
         self.scopes = {row.row: trio.CancelScope() for row in lease.rows}
         self.over = trio.Event()
+        # Rows whose episode goes on.
+        self.playing = set(self.scopes)
 
     def scope_of(self, row: int) -> trio.CancelScope:
         return self.scopes[row]
@@ -240,9 +246,17 @@ class _Held:
     def ended(self, row: int) -> bool:
         """The row needs nothing more; tells whether it was the lease's last."""
         del self.scopes[row]
+        self.playing.discard(row)
         if not self.scopes:
             self.over.set()
         return not self.scopes
+
+    def keep(self, rows: Collection[int]) -> None:
+        """Only these rows are still ours; the queue has dropped the others, e.g. because their groups went on."""
+        for row in self.playing - set(rows):
+            log.warning("row %d is no longer ours; its episode is given up", row)
+            self.playing.discard(row)
+            self.scopes[row].cancel()
 
     def cancel(self) -> None:
         for scope in self.scopes.values():

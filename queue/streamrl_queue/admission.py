@@ -21,6 +21,11 @@ until its deadline.
 it is stale. So a row may overtake others with earlier deadlines only if these still fit: for every deadline D before
 its own, the rows due by D that the learner does not have yet, and it, must fit into the places left in the steps up
 to D. With this, nothing that was started becomes stale, in whatever order it finishes.
+
+*Rows from outside.* Rows that are put with their rollout done (`put(filled=…)`) were never admitted and no place is
+kept for them. From the moment when such a row is ready to be trained it counts as admitted, so fewer groups start and
+places become free. It may take one while all rows that were started still fit, those with later deadlines too. One
+that finds none in time is stale and goes by `on_stale`; one of which nothing was sampled has no lag.
 """
 
 from __future__ import annotations
@@ -52,11 +57,13 @@ def deadline(bound: Admission, born: int) -> int:
 
 
 def is_stale(bound: Admission, *, born: int, step: int) -> bool:
-    """Whether training it in step `step` would pass the bound."""
-    return step - 1 - born > bound.max_staleness
+    """Whether training it in step `step` would pass the bound. A row that was never born has no lag."""
+    return born >= 0 and step - 1 - born > bound.max_staleness
 
 
-def may_train(bound: Admission, *, born: int, step: int, handed: int, on_their_way: Mapping[int, int]) -> bool:
+def may_train(
+    bound: Admission, *, born: int, step: int, handed: int, on_their_way: Mapping[int, int], outside: bool = False
+) -> bool:
     """Whether a ready row may take one of the places of step `step`.
 
     Args:
@@ -65,13 +72,14 @@ def may_train(bound: Admission, *, born: int, step: int, handed: int, on_their_w
         step: the step that is being assembled.
         handed: rows already handed out for this step.
         on_their_way: step of birth → rows that the learner does not have yet.
+        outside: the row was never admitted, so no place was kept for it.
     """
     if handed >= bound.rows_per_step:
         return False
     if bound.on_stale != "wait":
         return True
     due = 0
-    for other in sorted(other for other, rows in on_their_way.items() if rows and other < born):
+    for other in sorted(other for other, rows in on_their_way.items() if rows and (outside or other < born)):
         due += on_their_way[other]
         steps_left = max(deadline(bound, other) - step + 1, 1)
         if due + 1 > steps_left * bound.rows_per_step - handed:

@@ -1,7 +1,8 @@
 """Record batches as bytes, and the columns of a lease put together from the records they lie in.
 
 A reply carries *parts*: each is one Arrow stream with some lines of one record, and says which of the reply's rows
-they belong to. `assemble` puts them side by side and in order.
+they belong to; or, for a reader on the same host, it carries descriptors of where these lines lie in the journal.
+`assemble` puts them side by side and in order.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from . import wire
 from .config import ANY
-from .errors import SchemaError
+from .errors import MessageTooLarge, SchemaError
 from .schema import KEY_COLUMNS
 from .state import Row
+from .transport import Buffer
 
 # What Arrow raises on bytes that are no stream of its own.
 DAMAGE: Final = (
@@ -41,6 +44,27 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     length: int
 
 
+class Mapped(msgspec.Struct, frozen=True, array_like=True):
+    """Lines of a record in place: line `lines[i]` belongs to the reply's row `rows[i]`.
+
+    The record's payload is the bytes `[start, start + length)` of the segment that the record's number names, and
+    has this digest; `columns` are the ones that were asked for (`*`: all).
+    """
+
+    stage: str
+    rows: tuple[int, ...]
+    lines: tuple[int, ...]
+    columns: tuple[str, ...]
+    record: int
+    start: int
+    length: int
+    digest: bytes
+
+
+# Rows of a reply, and their columns of one stage.
+Piece = tuple[str, Sequence[int], pa.RecordBatch]
+
+
 class RowKeys(msgspec.Struct, frozen=True, array_like=True):
     """The key columns of one row of a reply, and its length in tokens (0 when not known)."""
 
@@ -53,11 +77,24 @@ class RowKeys(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode(batch: pa.RecordBatch) -> pa.Buffer:
-    """The batch as one contiguous Arrow stream."""
+    """The batch as one contiguous Arrow stream.
+
+    Raises:
+        MessageTooLarge: it fits no message; nothing was copied.
+    """
+    _refuse_large(batch.nbytes, len(batch))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     return sink.getvalue()
+
+
+def _refuse_large(size: int, rows: int) -> None:
+    if size > wire.MAX_MESSAGE_BYTES:
+        raise MessageTooLarge(
+            f"{rows} rows are {size / 2**20:.0f} MiB, limit {wire.MAX_MESSAGE_BYTES / 2**20:.0f} MiB; "
+            "take fewer rows at once"
+        )
 
 
 def decode(data: bytes | bytearray | memoryview, where: str) -> pa.RecordBatch:
@@ -77,9 +114,26 @@ def decode(data: bytes | bytearray | memoryview, where: str) -> pa.RecordBatch:
     return batch
 
 
+def records_of(rows: Sequence[Row], stage: str, name: str) -> dict[int, tuple[list[int], list[int]]]:
+    """Where the columns of `stage` lie: record → positions among `rows`, and the lines that belong to them.
+
+    Raises:
+        SchemaError: a row does not have them (yet).
+    """
+    records: dict[int, tuple[list[int], list[int]]] = {}
+    for position, row in enumerate(rows):
+        if stage not in row.places:
+            raise SchemaError(f"row {row.id} has no column {name}: its stage {stage} is not done")
+        record, line = row.places[stage]
+        positions, lines = records.setdefault(record, ([], []))
+        positions.append(position)
+        lines.append(line)
+    return records
+
+
 def gather(
     rows: Sequence[Row], wanted: Mapping[str, Sequence[str]], payload: Callable[[int], memoryview]
-) -> tuple[tuple[Part, ...], bytes]:
+) -> tuple[tuple[Part, ...], Buffer]:
     """Collect columns of rows from the records they lie in.
 
     Args:
@@ -91,47 +145,57 @@ def gather(
         The parts, and their bytes end to end.
     """
     parts: list[Part] = []
-    pieces: list[memoryview | pa.Buffer] = []
+    pieces: list[Buffer] = []
     start = 0
     for stage, names in wanted.items():
-        records: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        for position, row in enumerate(rows):
-            if stage not in row.places:
-                raise SchemaError(f"row {row.id} has no column {names[0]}: its stage {stage} is not done")
-            place = row.places[stage]
-            records[place.record].append((position, place.line))
-        for record, lines in records.items():
-            piece = _select(payload(record), [line for _, line in lines], names)
-            parts.append(Part(stage, tuple(position for position, _ in lines), start, len(memoryview(piece))))
+        for record, (positions, lines) in records_of(rows, stage, names[0]).items():
+            piece = _cut(payload(record), lines, names)
+            parts.append(Part(stage, tuple(positions), start, len(piece)))
             pieces.append(piece)
-            start += parts[-1].length
-    return tuple(parts), b"".join(pieces)
+            start += len(piece)
+            _refuse_large(start, len(rows))
+    return tuple(parts), pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _select(data: memoryview, lines: Sequence[int], names: Sequence[str]) -> memoryview | pa.Buffer:
+def _cut(data: memoryview, lines: Sequence[int], names: Sequence[str]) -> memoryview:
     """The bytes of some lines and columns of one record: as they lie there when all are wanted."""
     with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
         batch = reader.read_next_batch()
-    wanted = [n for n in batch.schema.names if n != "row"] if ANY in names else list(names)
-    everything = len(wanted) == len(batch.schema.names) and list(lines) == list(range(len(batch)))
-    if everything:
+    if (ANY in names or len(names) == batch.num_columns) and list(lines) == list(range(len(batch))):
         return data
+    return memoryview(encode(select(batch, lines, names)))
+
+
+def select(batch: pa.RecordBatch, lines: Sequence[int], names: Sequence[str]) -> pa.RecordBatch:
+    """Some lines and columns (`*`: all but `row`); consecutive lines are not copied."""
+    wanted = [n for n in batch.schema.names if n != "row"] if ANY in names else list(names)
     if missing := [name for name in wanted if name not in batch.schema.names]:
         raise SchemaError(f"no column {', '.join(missing)}; the row has {', '.join(batch.schema.names)}")
     batch = batch.select(wanted)
     run = list(lines) == list(range(lines[0], lines[0] + len(lines)))
-    return encode(batch.slice(lines[0], len(lines)) if run else batch.take(pa.array(lines)))
+    return batch.slice(lines[0], len(lines)) if run else batch.take(pa.array(lines))
 
 
-def assemble(keys: Sequence[RowKeys], parts: Sequence[Part], payload: memoryview) -> pa.RecordBatch:
-    """One batch with the key columns and all columns of the parts, in the order of `keys`."""
+def unpack(parts: Sequence[Part], payload: memoryview) -> list[Piece]:
+    """The pieces that came along with a reply.
+
+    Raises:
+        SchemaError: they are damaged.
+    """
+    return [
+        (p.stage, p.rows, decode(payload[p.start : p.start + p.length], f"columns of {p.stage or 'the task'}"))
+        for p in parts
+    ]
+
+
+def assemble(keys: Sequence[RowKeys], pieces: Sequence[Piece]) -> pa.RecordBatch:
+    """One batch with the key columns and all columns of the pieces, in the order of `keys`."""
     by_stage: defaultdict[str, list[tuple[Sequence[int], pa.RecordBatch]]] = defaultdict(list)
-    for part in parts:
-        piece = decode(payload[part.start : part.start + part.length], f"columns of {part.stage or 'the task'}")
-        by_stage[part.stage].append((part.rows, piece))
+    for stage, positions, batch in pieces:
+        by_stage[stage].append((positions, batch))
     columns = _key_columns(keys)
-    for stage, pieces in by_stage.items():
-        batch = _in_order(pieces, stage)
+    for stage, found in by_stage.items():
+        batch = _in_order(found, stage)
         columns |= {name: batch.column(i) for i, name in enumerate(batch.schema.names) if name != "row"}
     return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
 

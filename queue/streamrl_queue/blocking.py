@@ -140,15 +140,16 @@ class BlockingTransferQueue:
         self,
         stage: str,
         *,
-        rows: int,
+        rows: int | None = None,
         at_least: int = 1,
         wait: float = 0.0,
         where: Mapping[str, str] | None = None,
         step: int | None = None,
         payload: bool = True,
         columns: Sequence[str] | None = None,
+        keys: Sequence[str] | None = None,
     ) -> Lease | None:
-        """Hold up to `rows` rows that are ready for `stage`."""
+        """Hold up to `rows` rows that are ready for `stage`, or those that are parked there under `keys`."""
         return self._call(
             self.aio.lease,
             stage,
@@ -159,6 +160,7 @@ class BlockingTransferQueue:
             step=step,
             payload=payload,
             columns=columns,
+            keys=keys,
         )
 
     def fetch(self, rows: Sequence[int], columns: Sequence[str]) -> pa.RecordBatch:
@@ -173,9 +175,9 @@ class BlockingTransferQueue:
         """Fill the stage's columns and end the lease on those rows."""
         return self._call(self.aio.write, lease, batch)
 
-    def extend(self, lease: Lease | int) -> None:
-        """The lease's time starts anew."""
-        self._call(self.aio.extend, lease)
+    def extend(self, lease: Lease | int) -> tuple[int, ...]:
+        """The lease's time starts anew; returns the rows that it still holds."""
+        return self._call(self.aio.extend, lease)
 
     def release(self, lease: Lease | int, rows: Sequence[int] | None = None, *, reason: str = "released") -> m.Receipt:
         """Give rows back unwritten."""

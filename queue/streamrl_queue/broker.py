@@ -26,15 +26,17 @@ import trio
 
 from . import messages as m
 from . import wire
-from .batches import Part, RowKeys, decode
+from .batches import Mapped, Part, RowKeys, decode
 from .config import ANY, Durability, Flow, Recovery
 from .errors import JournalError, MessageTooLarge, ProtocolError, QueueFull, SchemaError, SessionLost, StreamRLError
 from .events import Granted
 from .journal import Journal
+from .mapped import host
 from .nursery import open_nursery
+from .replays import Replays
 from .rows import Rows
 from .rpc import Forget
-from .schema import check
+from .schema import KEY_COLUMNS, check
 from .sessions import Sessions
 from .state import Row, Version
 from .store import BrokenState, Store
@@ -44,6 +46,8 @@ log = logging.getLogger(__name__)
 
 # Messages taken in before replies go out: enough to share one fsync, few enough to answer soon.
 BATCH: Final = 64
+# Rows of one lease: their keys fit what a message has beside its payload.
+MOST_LEASED: Final = 1 << 17
 # Rows shown to a peek: enough for a screen, few enough to hold up nobody.
 MOST_PEEKED: Final = 1000
 # A request waits at most this long; its client asks again.
@@ -52,8 +56,14 @@ LONGEST_WAIT_SECONDS: Final = 3600.0
 RETRY_SECONDS: Final = 1.0
 # What is left of a message's limit when its header has had its share.
 LARGEST_PAYLOAD: Final = wire.MAX_MESSAGE_BYTES - (16 << 20)
-# Replies kept per session for requests that are sent again.
-REMEMBERED: Final = 64
+# Replies kept per session for requests that are sent again. Clients name the requests that still await replies, so
+# only one with that many in flight ever has more.
+REMEMBERED: Final = 1024
+
+# No room that there ever is: whoever waits for room looks again.
+ANOTHER_ROOM: Final = (-1, -1)
+
+ROW_TYPE: Final = KEY_COLUMNS.field("row").type
 
 _decode_request = msgspec.msgpack.Decoder(m.Request | Forget).decode
 
@@ -82,7 +92,9 @@ class Broker:
         key: bytes | None = None,
         clock: Callable[[], float] = trio.current_time,
         wall: Callable[[], float] = time.time,
+        shares_files: bool = True,
     ) -> None:
+        self._shares_files = shares_files
         self.store = Store(flow, journal, clock=clock, wall=wall)
         self.sessions = Sessions(flow.session_seconds, epoch=int(wall() * 1e6))
         self.address = router.address
@@ -95,10 +107,16 @@ class Broker:
         self._remembered: defaultdict[str, OrderedDict[int, tuple[msgspec.Struct, Buffer | None]]] = defaultdict(
             OrderedDict
         )
+        self._replays = Replays()
+        # Requests whose reply nobody gets; what they were granted goes back.
+        self._unforgotten: dict[tuple[str, int], None] = {}
         self._seen_epoch = self.sessions.epoch
+        self._seen_room = (0, 0)
         self.protocol_errors = 0
         self._not_before = 0.0
-        self._handlers: dict[type, Callable[[Asked], msgspec.Struct | tuple[msgspec.Struct, Buffer] | None]] = {
+        # Who was here before a restart is back by then, or gone.
+        self._all_back = self._clock() + flow.session_seconds
+        self._handlers: dict[type, Callable[[Asked], msgspec.Struct | tuple[msgspec.Struct, Buffer | None] | None]] = {
             m.Hello: self._hello,
             m.Heartbeat: self._heartbeat,
             m.Bye: self._bye,
@@ -144,12 +162,12 @@ class Broker:
         deadline of a lease, a session or a waiting request; unblocked by its sockets and the clock.
         """
         while True:
-            with trio.move_on_at(self._next_deadline()):
-                self._take(await self._router.recv())
-            for _ in range(BATCH):
-                if (frames := self._router.try_recv()) is None:
-                    break
+            frames = await self._router.recv(self._next_deadline())
+            taken = 0
+            while frames is not None:
                 self._take(frames)
+                taken += 1
+                frames = self._router.try_recv() if taken < BATCH else None
             self._keep_time(self._clock())
             self._look_again()
             await self._answer()
@@ -171,8 +189,12 @@ class Broker:
             refused = wire.Refused(ProtocolError.__name__, f"this request is not understood here: {error}")
             self._outbox.append([peer, *wire.seal(envelope.session, envelope.id, refused, None, self._key)])
             return
+        self._note_asking(envelope.session, envelope.asking)
         if isinstance(request, Forget):
             self._forget(envelope.session, envelope.id)
+            return
+        if self._replays.is_over(envelope.session, envelope.id):
+            log.debug("dropped request %d of %s, whose reply nobody awaits", envelope.id, envelope.session)
             return
         wait = getattr(request, "wait", 0.0)
         # Written so that a NaN does not wait.
@@ -182,14 +204,31 @@ class Broker:
         if remembered is not None and asked.id in remembered:
             self._reply(asked, remembered[asked.id])
         elif not self._is_waiting(asked):
+            if self._waiting and isinstance(request, m.LeaseRows) and request.stage in self.rows.touched:
+                # Who waits for these rows comes first.
+                self._look_again()
             self._handle(asked)
 
     def _forget(self, session: str, id: int) -> None:
         """Nobody waits for this request's reply any more: rows that it was granted go back."""
         self._waiting = [asked for asked in self._waiting if (asked.session, asked.id) != (session, id)]
-        if (lease := self.rows.granted(session, id)) is not None:
-            reason = "its request was given up"
-            self.store.record(self.rows.release(self._wall(), session, lease.id, None, "released", reason))
+        self._next_put()
+        self._unforgotten[session, id] = None
+
+    def _note_asking(self, session: str, asking: tuple[int, ...]) -> None:
+        """Replies that nobody will ask for again are forgotten."""
+        self._replays.note(session, asking)
+        if (remembered := self._remembered.get(session)) is not None:
+            for id in [id for id in remembered if self._replays.is_over(session, id)]:
+                del remembered[id]
+
+    def _give_back(self) -> None:
+        """Of requests that nobody awaits any more, the rows."""
+        for session, id in sorted(self._unforgotten):
+            if (lease := self.rows.granted(session, id)) is not None:
+                reason = "nobody got the reply"
+                self.store.record(self.rows.release(self._wall(), session, lease.id, None, "released", reason))
+            del self._unforgotten[session, id]
 
     def _is_waiting(self, asked: Asked) -> bool:
         """Whether this request is a repetition of one that waits; then its reply goes to the new peer."""
@@ -262,11 +301,15 @@ class Broker:
             self._not_before = now + RETRY_SECONDS
 
     def _tick(self, now: float) -> None:
-        """End what has run out: leases, sessions. Tidy the journal."""
+        """End what has run out: leases, stragglers, sessions. Tidy the journal."""
+        self._give_back()
         for ended in self.rows.expire(now, self._wall()):
             lease = self.rows.leases[ended.lease]
             log.warning("lease %d of %s ran out: %d rows requeued", lease.id, lease.stage, len(ended.rows))
             self.store.record(ended)
+        for dropped in self.rows.stragglers(now, self._wall()):
+            log.warning("rows %s are dropped: the rest of their group went on without them", dropped.rows)
+            self.store.record(dropped)
         for session in self.sessions.late(now):
             seconds = self.sessions.session_seconds
             self._lose(session, f"no heartbeat for {seconds:.1f} s")
@@ -282,29 +325,43 @@ class Broker:
         self.sessions.end(session)
         self._remembered.pop(session, None)
         self._waiting = [asked for asked in self._waiting if asked.session != session]
+        self._next_put()
         return rows
 
     def _look_again(self) -> None:
         """Try waiting requests whose state may have changed, in order of arrival."""
         now = self._clock()
+        # What was asked in vain: stage, environment and step → the fewest rows.
+        vain: dict[tuple[str, str | None, int | None], int] = {}
         touched = self.rows.touched
         self.rows.touched = set()
         moved = self.sessions.epoch != self._seen_epoch
         self._seen_epoch = self.sessions.epoch
+        room = self.rows.room(), self.store.journal.needed_bytes
+        freed = room != self._seen_room
+        self._seen_room = room
         for asked in list(self._waiting):
             late = asked.deadline <= now
             match asked.request:
-                case m.LeaseRows(stage=stage):
-                    worth = stage in touched
+                case m.LeaseRows(stage=stage, env=env, step=step, at_least=n):
+                    worth = stage in touched and n < vain.get((stage, env, step), n + 1)
                 case m.PutTasks():
-                    worth = True
+                    worth = freed
                 case _:
                     worth = moved
             if (worth or late) and self._handle(asked):
                 self._waiting.remove(asked)
-        if self.rows.touched:
+                if isinstance(asked.request, m.PutTasks):
+                    self._next_put()
+            elif worth and isinstance(asked.request, m.LeaseRows):
+                vain[stage, env, step] = n
+        if self.rows.touched or self._seen_room == ANOTHER_ROOM:
             # What was answered made room for others.
             self._look_again()
+
+    def _next_put(self) -> None:
+        """The put that was first among those that wait is gone."""
+        self._seen_room = ANOTHER_ROOM
 
     def _is_late(self, asked: Asked) -> bool:
         return asked.deadline <= self._clock()
@@ -312,11 +369,19 @@ class Broker:
     # -- sessions
 
     def _hello(self, asked: Asked) -> m.Welcome:
-        self.sessions.open(self._clock(), self._wall(), asked.session, asked.request)
-        return m.Welcome(self.sessions.session_seconds)
+        fenced = self.rows.fences.get(asked.session)
+        self.sessions.open(self._clock(), self._wall(), asked.session, asked.request, fenced)
+        for other in [other for other in self._waiting if isinstance(other.request, m.Fence)]:
+            # Before anybody is told that it is back.
+            if other.request.session == asked.session and self._handle(other):
+                self._waiting.remove(other)
+        journal = str(self.store.journal.directory.resolve()) if self._shares_files else ""
+        return m.Welcome(self.sessions.session_seconds, host(), journal)
 
     def _heartbeat(self, asked: Asked) -> m.Number:
         self.sessions.beat(self._clock(), asked.session, asked.request)
+        for id in asked.request.given_up:
+            self._forget(asked.session, id)
         return m.Number(self.sessions.epoch)
 
     def _bye(self, asked: Asked) -> m.Number:
@@ -345,9 +410,14 @@ class Broker:
         self.sessions.announce(asked.session, asked.request)
         return m.Number(self.sessions.epoch)
 
-    def _fence(self, asked: Asked) -> m.Number:
-        log.warning("%s is fenced: %s", self.sessions.name(asked.request.session), asked.request.reason)
-        self.sessions.fence(asked.request.session)
+    def _fence(self, asked: Asked) -> m.Number | None:
+        session, reason = asked.request.session, asked.request.reason
+        if self.sessions.is_open(session):
+            log.warning("%s is fenced: %s", self.sessions.name(session), reason)
+            self.store.record(self.rows.fence(self._wall(), session, self.sessions.announced(session), reason))
+            self.sessions.fence(session)
+        elif not self._is_late(asked) and self._clock() < self._all_back:
+            return None
         return m.Number(self.sessions.epoch)
 
     def _members(self, asked: Asked) -> m.Membership | None:
@@ -359,22 +429,28 @@ class Broker:
 
     def _put(self, asked: Asked) -> m.Receipt | None:
         ask: m.PutTasks = asked.request
-        if len(ask.keys) * ask.members > self.rows.flow.waiting_rows:
+        if not ask.filled and len(ask.keys) * ask.members > self.rows.flow.waiting_rows:
             raise QueueFull(
                 f"put of {len(ask.keys) * ask.members} rows can never fit: queue.waiting_rows is "
                 f"{self.rows.flow.waiting_rows}; put fewer at once"
             )
         fresh = self.rows.fresh(ask.keys) * ask.members
-        if (full := self._is_full(fresh, len(asked.payload))) is not None:
+        full = self._is_full(fresh, len(asked.payload), rolled_out=bool(ask.filled))
+        full = full or (self._is_behind(asked) if fresh else None)
+        if full is not None:
             if not self._is_late(asked):
                 return None
             raise QueueFull(f"{full}, and {ask.wait:.1f} s made no room for {fresh} more rows")
         batch = decode(asked.payload, "put")
         if "row" in batch.schema.names:
             raise SchemaError("put: column row is the queue's own; name yours otherwise")
-        if len(batch) != len(ask.keys):
-            raise SchemaError(f"put: expected one key per line, got {len(ask.keys)} keys for {len(batch)} lines")
-        check(batch, (), "put")
+        lines = len(ask.keys) * (ask.members if ask.filled else 1)
+        if len(batch) != lines:
+            each = "row, which `filled` makes a line" if ask.filled else "line"
+            raise SchemaError(f"put: expected {lines} lines for {len(ask.keys)} keys, one {each}; got {len(batch)}")
+        stages = [self.rows.stage(name) for name in ask.filled]
+        check(batch, (name for stage in stages for name in stage.writes if name != ANY), "put")
+        oldest, tokens = _tokens_of(batch, self.rows.versions) if ask.filled else ((), ())
         envs = batch.column("env").to_pylist() if "env" in batch.schema.names else [""] * len(batch)
         event, rows, duplicates = self.rows.put(
             self._wall(),
@@ -384,14 +460,17 @@ class Broker:
             split=ask.split,
             priority=ask.priority,
             sources=ask.sources,
+            filled=ask.filled,
+            oldest=oldest,
+            tokens=tokens,
         )
         self.store.record(event, asked.payload, asked.digest)
         return m.Receipt(rows, duplicates, self.store.journal.durability)
 
-    def _is_full(self, rows: int, size: int) -> str | None:
+    def _is_full(self, rows: int, size: int, *, rolled_out: bool) -> str | None:
         """Why `rows` more rows of `size` bytes must wait; None when there is room."""
         limit = self.rows.flow.waiting_rows
-        if rows > (room := self.rows.room()):
+        if rows > (room := self.rows.room()) and not rolled_out:
             return f"{limit - room} of {limit} rows wait to be rolled out (queue.waiting_rows)"
         used, budget = self.store.journal.needed_bytes, self.rows.flow.budget_bytes
         # A put larger than the whole budget gets in when nothing else is there.
@@ -399,7 +478,23 @@ class Broker:
             return f"{used / 2**20:.1f} of {budget / 2**20:.1f} MiB are taken by rows (queue.budget_mebibytes)"
         return None
 
-    def _lease(self, asked: Asked) -> tuple[msgspec.Struct, Buffer] | m.Grant | None:
+    def _is_behind(self, asked: Asked) -> str | None:
+        """Why a put must wait although there is room for it; small ones would else keep out a large one for ever."""
+        puts = (other for other in self._waiting if isinstance(other.request, m.PutTasks))
+        first = next((other for other in puts if other.request.split == asked.request.split), asked)
+        if (first.session, first.id) == (asked.session, asked.id):
+            return None
+        return f"a put of {len(first.request.keys) * first.request.members} rows waits for room before this one"
+
+    def _lease(self, asked: Asked) -> tuple[msgspec.Struct, Buffer | None] | m.Grant | None:
+        """Grant rows and show them. What cannot be shown is not held: it goes back."""
+        try:
+            return self._lease_or_wait(asked)
+        except Exception:
+            self._unforgotten[asked.session, asked.id] = None
+            raise
+
+    def _lease_or_wait(self, asked: Asked) -> tuple[msgspec.Struct, Buffer | None] | m.Grant | None:
         ask: m.LeaseRows = asked.request
         if (before := self.rows.granted(asked.session, asked.id)) is not None:
             return self._grant(before.id, sorted(before.rows), ask)
@@ -408,43 +503,51 @@ class Broker:
             self._wall(),
             asked.session,
             ask.stage,
-            rows=ask.rows,
+            rows=min(ask.rows, MOST_LEASED),
             at_least=1 if late else ask.at_least,
             env=ask.env,
             step=ask.step,
             request=asked.id,
+            keys=ask.keys,
         )
         for event in events:
             self.store.record(event)
         granted = next((event for event in events if isinstance(event, Granted)), None)
         if granted is not None:
             return self._grant(granted.lease, granted.rows, ask)
-        return m.Grant(0, ask.stage, (), None, 0, 0, ()) if late else None
+        return m.Grant(0, ask.stage, (), None, 0, 0) if late else None
 
-    def _grant(self, lease: int, ids: Sequence[int], ask: m.LeaseRows) -> tuple[msgspec.Struct, Buffer]:
+    def _grant(self, lease: int, ids: Sequence[int], ask: m.LeaseRows) -> tuple[msgspec.Struct, Buffer | None]:
         stage = self.rows.stage(ask.stage)
         rows = [self.rows.rows[id] for id in ids]
         parts: tuple[Part, ...] = ()
-        payload = b""
-        if ask.payload:
+        mapped: tuple[Mapped, ...] = ()
+        payload: Buffer | None = None
+        if ask.payload and ask.mapped:
+            mapped = self.store.places(rows, ask.columns or stage.reads, stage)
+        elif ask.payload:
             parts, payload = self.store.columns(rows, ask.columns or stage.reads, stage)
-        if len(payload) > LARGEST_PAYLOAD:
-            size, session = len(payload) / 2**20, self.rows.leases[lease].session
-            self.store.record(self.rows.release(self._wall(), session, lease, None, "released", "reply too large"))
+        if payload is not None and len(payload) > LARGEST_PAYLOAD:
             raise MessageTooLarge(
-                f"{len(rows)} rows of {stage.name} are {size:.0f} MiB, limit {LARGEST_PAYLOAD / 2**20:.0f} MiB; "
-                "lease fewer rows at once"
+                f"{len(rows)} rows of {stage.name} are {len(payload) / 2**20:.0f} MiB, "
+                f"limit {LARGEST_PAYLOAD / 2**20:.0f} MiB; lease fewer rows at once"
             )
         version = self.rows.version
         keys = tuple(self._keys(row, stage.name) for row in rows)
         step = self.rows.version_step(version)
-        return m.Grant(lease, stage.name, keys, stage.seconds, version, step, parts), payload
+        return m.Grant(lease, stage.name, keys, stage.seconds, version, step, parts, mapped), payload
 
-    def _fetch(self, asked: Asked) -> tuple[msgspec.Struct, Buffer]:
+    def _fetch(self, asked: Asked) -> m.Columns | tuple[m.Columns, Buffer]:
         ask: m.Fetch = asked.request
+        stage = self.rows.stage(ask.stage) if ask.stage else None
+        names = ask.columns or (stage.reads if stage else ())
         rows = self.store.rows_of(ask.rows)
-        parts, payload = self.store.columns(rows, ask.columns, None)
-        return m.Columns(tuple(self._keys(row, "") for row in rows), parts), payload
+        keys = tuple(self._keys(row, ask.stage) for row in rows)
+        if ask.mapped:
+            return m.Columns(keys, mapped=self.store.places(rows, names, stage))
+        # Perhaps asked by one that could not read in place, because it saw damage.
+        parts, payload = self.store.columns(rows, names, stage, anew=True)
+        return m.Columns(keys, parts), payload
 
     def _peek(self, asked: Asked) -> m.Columns:
         ask: m.Peek = asked.request
@@ -456,6 +559,8 @@ class Broker:
         batch = decode(asked.payload, "write")
         if "row" not in batch.schema.names:
             raise SchemaError("write: missing column row, which says whose columns these are")
+        if not batch.schema.field("row").type.equals(ROW_TYPE) or batch.column("row").null_count:
+            raise SchemaError(f"write: row: expected {ROW_TYPE} without nulls, got {batch.schema.field('row').type}")
         rows = tuple(batch.column("row").to_pylist())
         if self.rows.written_before(lease_id, rows):
             return m.Receipt(rows, len(rows), self.store.journal.durability)
@@ -472,18 +577,21 @@ class Broker:
         self.store.record(event, asked.payload, asked.digest)
         return m.Receipt(rows, 0, self.store.journal.durability)
 
-    def _extend(self, asked: Asked) -> m.Number:
-        self.rows.extend(self._clock(), asked.session, asked.request.lease)
-        return m.Number(asked.request.lease)
+    def _extend(self, asked: Asked) -> m.Held:
+        return m.Held(self.rows.extend(self._clock(), asked.session, asked.request.lease))
 
     def _release(self, asked: Asked) -> m.Receipt:
         ask: m.Release = asked.request
+        if before := self.rows.told_before(ask.lease, ask.rows, "released"):
+            return m.Receipt(before, len(before), self.store.journal.durability)
         event = self.rows.release(self._wall(), asked.session, ask.lease, ask.rows, "released", ask.reason)
         self.store.record(event)
         return m.Receipt(event.rows, 0, self.store.journal.durability)
 
     def _drop(self, asked: Asked) -> m.Receipt:
         ask: m.Drop = asked.request
+        if before := self.rows.told_before(ask.lease, ask.rows, "dropped"):
+            return m.Receipt(before, len(before), self.store.journal.durability)
         event = self.rows.drop(self._wall(), asked.session, ask.lease, ask.rows, ask.reason)
         self.store.record(event)
         return m.Receipt(event.rows, 0, self.store.journal.durability)
@@ -578,7 +686,7 @@ async def open_broker(
     journal = open_journal(directory, durability=durability, segment_bytes=segment_bytes, recovery=recovery)
     try:
         with transport.router(bind, key=key) as router:
-            broker = Broker(flow, journal, router, key=key, wall=wall)
+            broker = Broker(flow, journal, router, key=key, wall=wall, shares_files=transport.shares_files)
             events = broker.recover()
             if events:
                 log.info("recovered %d events from %s", events, directory)

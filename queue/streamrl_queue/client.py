@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
 import msgspec
@@ -15,8 +16,9 @@ import pyarrow as pa
 import trio
 
 from . import messages as m
-from .batches import RowKeys, assemble, encode
-from .errors import DeadlineExceeded, SchemaError, SessionLost
+from .batches import RowKeys, assemble, encode, unpack
+from .errors import DeadlineExceeded, JournalError, SchemaError, SessionLost
+from .mapped import MappedJournal, host
 from .nursery import open_nursery
 from .rpc import RpcClient
 from .schema import Task, check, task_batch
@@ -72,6 +74,11 @@ class TransferQueue:
         self._since = wall()
         self._gauges: dict[str, float] = {}
         self._puts = itertools.count(1)
+        # Where columns can be read in place.
+        self._journal: MappedJournal | None = None
+        # Requests that nobody awaits any more; the broker is told of them with the next heartbeat.
+        self._given_up: set[int] = set()
+        self._session_seconds = 0.0
 
     def __repr__(self) -> str:
         return f"<TransferQueue {self._hello.name} at {self.address}: {self._activity}>"
@@ -90,6 +97,7 @@ class TransferQueue:
         transport: Transport = ZEROMQ,
         session: str | None = None,
         wall: Callable[[], float] = time.time,
+        mapped: bool = True,
     ) -> AsyncIterator[Self]:
         """A session that lives, by heartbeat, as long as the block.
 
@@ -103,6 +111,8 @@ class TransferQueue:
             transport: how to get there; the simulator has its own.
             session: the session's name, unique for ever; random by default.
             wall: the clock for people, in seconds since the epoch.
+            mapped: read columns in place when the broker is on this host and its files can be read; otherwise, or if
+                that fails, they travel.
 
         Raises:
             DeadlineExceeded: nobody answers at `address` (or the key is another one: such messages are dropped).
@@ -117,6 +127,9 @@ class TransferQueue:
                 queue = cls(rpc, session, hello, address, wall)
                 source = f"the queue at {address}"
                 welcome: m.Welcome = await rpc.call(hello, deadline=deadline, resend=RESEND_SECONDS, source=source)
+                if mapped and transport.shares_files and welcome.journal and welcome.host == host():
+                    queue._journal = MappedJournal(Path(welcome.journal))
+                queue._session_seconds = welcome.session_seconds
                 nursery.start_soon(queue._beat, welcome.session_seconds / HEARTBEATS_PER_SESSION)
                 try:
                     yield queue
@@ -138,7 +151,9 @@ class TransferQueue:
     async def _beat(self, seconds: float) -> None:
         """Consumes what `report` says; produces heartbeats; waits for and is unblocked by the clock."""
         while True:
-            await self._ask(m.Heartbeat(self._activity, self._since, dict(self._gauges)))
+            given_up = tuple(self._given_up)
+            await self._ask(m.Heartbeat(self._activity, self._since, dict(self._gauges), given_up))
+            self._given_up.difference_update(given_up)
             await trio.sleep(min(seconds, MOST_HEARTBEAT_SECONDS))
 
     async def _ask(self, request: msgspec.Struct, wait: float = 0.0) -> Any:
@@ -151,9 +166,15 @@ class TransferQueue:
         """
         if not 0.0 <= wait < float("inf"):
             raise ValueError(f"wait: expected 0 or more seconds, got {wait}")
+        with self._rpc.asking() as id:
+            try:
+                return await self._exchange_as(id, request, payload, trio.current_time() + wait + PATIENCE_SECONDS)
+            except (DeadlineExceeded, trio.Cancelled):
+                self._given_up.add(id)
+                raise
+
+    async def _exchange_as(self, id: int, request: msgspec.Struct, payload: Any, deadline: float) -> tuple[Any, Any]:
         source = f"the queue at {self.address}"
-        deadline = trio.current_time() + wait + PATIENCE_SECONDS
-        id = self._rpc.next_id()
         while True:
             left = deadline - trio.current_time()
             try:
@@ -174,8 +195,9 @@ class TransferQueue:
 
     async def announce(self, *, ready: bool, version: int | None = None) -> None:
         """For engines: whether requests may be routed here, and which version answers them."""
-        self._hello = msgspec.structs.replace(self._hello, ready=ready, version=version)
-        await self._ask(m.Announce(ready, version))
+        number = self._hello.announced + 1
+        self._hello = msgspec.structs.replace(self._hello, ready=ready, version=version, announced=number)
+        await self._ask(m.Announce(ready, version, number))
 
     async def members(self, role: str | None = None, *, after: int = -1, wait: float = 0.0) -> m.Membership:
         """Who is at the queue. Returns when the epoch is another than `after`, or after `wait` seconds."""
@@ -184,7 +206,7 @@ class TransferQueue:
 
     async def fence(self, session: str, reason: str) -> None:
         """Keep requests away from that session's engine until it announces itself again."""
-        await self._ask(m.Fence(session, reason))
+        await self._ask(m.Fence(session, reason, self._session_seconds), self._session_seconds)
 
     async def end_session(self, name: str) -> int:
         """For supervisors: the process of that name is gone. Returns how many rows it held."""
@@ -210,6 +232,7 @@ class TransferQueue:
         split: str = "train",
         priority: int = 0,
         wait: float = 30.0,
+        filled: Sequence[str] = (),
     ) -> m.Receipt:
         """Every line of `batch` becomes one group of `members` rows; blocks while the queue is full.
 
@@ -221,11 +244,17 @@ class TransferQueue:
             split: `train` or `eval`.
             priority: higher goes first.
             wait: seconds to wait for room.
+            filled: stages whose columns the batch brings too, e.g. `("rollout",)` for episodes that were played
+                elsewhere: the rows are born with these stages done. Then every line is one row, and `members` lines
+                in a row are a group. Admission does not hold such rows back, and `queue.waiting_rows` does not count
+                them; what is trained of them is bound by `max_staleness` like everything else.
 
         Raises:
             QueueFull: no room within `wait`; nothing was stored.
             SchemaError: the columns do not fit.
         """
+        if not 1 <= members <= 65535:
+            raise SchemaError(f"put: members: expected 1 to 65535 rows per group, got {members}")
         sources: dict[str, int] = {}
         if not isinstance(batch, pa.RecordBatch):
             keys = keys or [task.key if split == "train" else f"{split}/{task.key}" for task in batch]
@@ -234,11 +263,10 @@ class TransferQueue:
             batch = task_batch(batch)
         elif keys is None:
             number = next(self._puts)
-            keys = [f"{self.session}/{number}/{line}" for line in range(len(batch))]
-        if not 1 <= members <= 65535:
-            raise SchemaError(f"put: members: expected 1 to 65535 rows per group, got {members}")
+            groups = len(batch) // members if filled else len(batch)
+            keys = [f"{self.session}/{number}/{line}" for line in range(groups)]
         check(batch, (), "put")
-        ask = m.PutTasks(tuple(keys), members, split, priority, sources, wait)
+        ask = m.PutTasks(tuple(keys), members, split, priority, sources, wait, tuple(filled))
         receipt, _ = await self._exchange(ask, encode(batch), wait)
         return receipt  # type: ignore[no-any-return]
 
@@ -246,13 +274,14 @@ class TransferQueue:
         self,
         stage: str,
         *,
-        rows: int,
+        rows: int | None = None,
         at_least: int = 1,
         wait: float = 0.0,
         where: Mapping[str, str] | None = None,
         step: int | None = None,
         payload: bool = True,
         columns: Sequence[str] | None = None,
+        keys: Sequence[str] | None = None,
     ) -> Lease | None:
         """Hold up to `rows` rows that are ready for `stage`; None when there are none within `wait` seconds.
 
@@ -265,21 +294,54 @@ class TransferQueue:
             step: for a stage that trains: the optimizer step these rows will be part of.
             payload: whether to bring the columns along.
             columns: which ones; by default those that the stage reads.
+            keys: for a stage that parks: all rows of the groups with these keys, in place of `rows`. None as long as
+                one of them is not there yet.
+
+        Raises:
+            UnknownName: no such stage, or nothing was ever put under one of the keys.
+            LeaseExpired: rows of the keys are held by somebody, have passed the stage, or have ended.
         """
         if unknown := set(where or ()) - {"env"}:
             raise ValueError(f"where: expected only 'env', got {', '.join(sorted(unknown))}")
+        if (rows is None) == (keys is None):
+            raise ValueError("lease: expected `rows`, the most to hand out, or the `keys` of parked rows")
         env = (where or {}).get("env")
-        ask = m.LeaseRows(stage, rows, at_least, wait, env, step, payload, tuple(columns) if columns else None)
+        names = tuple(columns) if columns else None
+        most, mapped = rows if rows is not None else 1, self._journal is not None
+        named = tuple(keys) if keys is not None else None
+        ask = m.LeaseRows(stage, most, at_least, wait, env, step, payload, names, mapped, named)
         grant, data = await self._exchange(ask, None, wait)
         if not grant.rows:
             return None
-        batch = assemble(grant.rows, grant.parts, memoryview(data or b"")) if payload else None
+        try:
+            batch = await self._columns(stage, grant, data, ask.columns or ()) if payload else None
+        except SchemaError:
+            await self.release(grant.lease, reason="its columns could not be read")
+            raise
         return Lease(grant.lease, stage, grant.rows, grant.seconds, grant.version, grant.version_step, batch)
 
     async def fetch(self, rows: Sequence[int], columns: Sequence[str]) -> pa.RecordBatch:
         """Columns of rows that another session leased without their payload, in the order of `rows`."""
-        reply, data = await self._exchange(m.Fetch(tuple(rows), tuple(columns)), None)
-        return assemble(reply.rows, reply.parts, memoryview(data or b""))
+        ask = m.Fetch(tuple(rows), tuple(columns), mapped=self._journal is not None)
+        reply, data = await self._exchange(ask, None)
+        return await self._columns("", reply, data, ask.columns)
+
+    async def _columns(
+        self, stage: str, reply: m.Grant | m.Columns, data: Any, names: tuple[str, ...]
+    ) -> pa.RecordBatch:
+        """The columns that came along with `reply`, or that it says where to read."""
+        pieces = unpack(reply.parts, memoryview(data or b""))
+        try:
+            if self._journal is not None:
+                pieces += [(part.stage, part.rows, self._journal.read(part)) for part in reply.mapped]
+        except JournalError as error:
+            log.warning("%s; columns travel from now on", error)
+            self._journal = None
+        if self._journal is None and reply.mapped:
+            ask = m.Fetch(tuple(row.row for row in reply.rows), names, stage)
+            fetched, data = await self._exchange(ask, None)
+            pieces = unpack(fetched.parts, memoryview(data or b""))
+        return assemble(reply.rows, pieces)
 
     async def peek(self, stage: str, rows: int = 10) -> tuple[RowKeys, ...]:
         """The rows that are ready for `stage`, in the order of hand-out, without leasing them."""
@@ -296,9 +358,14 @@ class TransferQueue:
         receipt, _ = await self._exchange(m.WriteColumns(_id(lease)), encode(batch))
         return receipt  # type: ignore[no-any-return]
 
-    async def extend(self, lease: Lease | int) -> None:
-        """The lease's time starts anew."""
-        await self._ask(m.Extend(_id(lease)))
+    async def extend(self, lease: Lease | int) -> tuple[int, ...]:
+        """The lease's time starts anew. Returns the rows that it still holds: the others were written or dropped.
+
+        Raises:
+            LeaseExpired: it holds nothing any more.
+        """
+        held: m.Held = await self._ask(m.Extend(_id(lease)))
+        return held.rows
 
     async def release(
         self, lease: Lease | int, rows: Sequence[int] | None = None, *, reason: str = "released"

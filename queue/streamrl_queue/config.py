@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -13,6 +13,8 @@ from .schema import ADVANTAGE_COLUMNS, REWARD_COLUMNS, TRAJECTORY_COLUMNS
 Durability = Literal["fsync", "flush", "memory"]
 OnStale = Literal["wait", "drop", "keep"]
 Recovery = Literal["stop", "skip"]
+# Which of the rows that are ready is handed out first; see `ready.py`.
+Order = Literal["admission", "freshest", "ready_first", "balanced"]
 
 # As a column: all of them.
 ANY: Final = "*"
@@ -40,10 +42,46 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     max_deliveries: int = 3
     # A group with fewer members left alive is dropped.
     min_members: int = 1
+    # Once this many members of a group want the stage or have passed it, the others have `straggler_seconds` left; then
+    # they are dropped as `straggler` and the group goes on. None: a group waits for all its members.
+    partial: int | None = None
+    straggler_seconds: float | None = None
+    # Which row goes first, among those of the same priority.
+    order: Order = "admission"
+    # Rows that want this stage are parked: nobody gets them but who names their group's key.
+    parks: bool = False
     # Rows are admitted here, by the staleness bound.
     admits: bool = False
     # Rows end here by `commit(step, rows)`, not by a write; leases name their step.
     trains: bool = False
+
+    def __post_init__(self) -> None:
+        for problem in self._problems():
+            raise ConfigError(f"stage {self.name}: {problem}")
+
+    def _problems(self) -> Iterator[str]:
+        if (self.partial is None) != (self.straggler_seconds is None):
+            yield (
+                f"partial is {self.partial} and straggler_seconds is {self.straggler_seconds}: how many members are "
+                "enough and how long the others may still take go together; set both or neither"
+            )
+        if self.partial is not None and self.unit != "group":
+            yield f"partial: expected a stage of unit group, got unit {self.unit}; only groups have stragglers"
+        if self.partial is not None and self.partial < max(1, self.min_members):
+            yield (
+                f"partial: expected at least min_members={self.min_members}, got {self.partial}: the group would be "
+                "dropped as too small; raise partial or lower min_members"
+            )
+        if self.straggler_seconds is not None and not 0 < self.straggler_seconds < float("inf"):
+            yield f"straggler_seconds: expected more than 0 and finite, got {self.straggler_seconds}"
+        if self.order == "balanced" and self.admits:
+            yield (
+                "order: expected another than balanced where rows are admitted: before its rollout a row has no "
+                "tokens to balance; use admission, freshest or ready_first"
+            )
+        if self.parks and (self.admits or self.trains):
+            role = "admits" if self.admits else "trains"
+            yield f"parks and {role}: parked rows are taken by key, the others in order; park them in a stage before"
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +117,12 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seconds without a heartbeat after which a process counts as gone and its leases end."""
     segment_mebibytes: int = 64
     """Size of one journal file in MiB."""
+    partial_members: int | None = None
+    """Members of a group that are enough to compare: once so many are scored, the others have straggler_seconds left,
+    then they are dropped as `straggler`. None: a group waits for all its members."""
+    straggler_seconds: float | None = None
+    """Seconds that a group waits for the rest of its members once partial_members are scored. Short ones train on
+    fast episodes only: watch how long the dropped ones are."""
     recovery: Recovery = "stop"
     """What damaged columns in the journal do when a run is resumed: `stop` refuses and names file, byte and rows,
     `skip` drops those rows as `journal_damage` and goes on."""
@@ -95,6 +139,13 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ConfigError(f"queue.{field}: expected more than 0, got {getattr(self, field)}")
         if self.max_staleness < 0:
             raise ConfigError(f"queue.max_staleness: expected 0 or more, got {self.max_staleness}")
+        if (self.partial_members is None) != (self.straggler_seconds is None):
+            raise ConfigError(
+                f"queue.partial_members is {self.partial_members} and queue.straggler_seconds is "
+                f"{self.straggler_seconds}: set both, or neither to wait for all members"
+            )
+        if self.straggler_seconds is not None and not 0 < self.straggler_seconds < float("inf"):
+            raise ConfigError(f"queue.straggler_seconds: expected more than 0, got {self.straggler_seconds}")
         if not 1 <= self.segment_mebibytes <= 4096:
             raise ConfigError(f"queue.segment_mebibytes: expected 1 to 4096, got {self.segment_mebibytes}")
 
@@ -124,6 +175,42 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"stage {stage.name}: after: no stage {', '.join(sorted(unknown))}")
         if self.admission is None and any(stage.admits for stage in self.stages):
             raise ConfigError("a stage admits rows but the flow has no admission bound")
+        for stage in self.stages:
+            if stage.trains and stage.order == "freshest" and self.admission and self.admission.on_stale == "wait":
+                raise ConfigError(
+                    f"stage {stage.name}: order=freshest with on_stale=wait: the oldest rows must be trained first, or "
+                    "they pass max_staleness while fresher ones overtake them; use order=admission, or on_stale=drop"
+                )
+
+    def succeed(self, before: Flow) -> Flow:
+        """The flow itself, if it can go on with the rows that passed some stages of `before`.
+
+        Stages may be added anywhere, and a stage may read other columns. What rows have must stay what it was.
+
+        Raises:
+            ConfigError: naming the stage, and what it was.
+        """
+        stages = {stage.name: stage for stage in self.stages}
+        if lost := [stage.name for stage in before.stages if stage.name not in stages]:
+            raise ConfigError(
+                f"stages: the journal has rows of stage {', '.join(lost)}, which this flow lacks; keep the stage, or "
+                "begin with an empty directory"
+            )
+        if (before.admission is None) != (self.admission is None):
+            raise ConfigError("admission: rows of the journal were started with a bound or without; keep it that way")
+        for old in before.stages:
+            for field in ("writes", "unit", "admits", "trains"):
+                was, now = getattr(old, field), getattr(stages[old.name], field)
+                if (sorted(was) if field == "writes" else was) != (sorted(now) if field == "writes" else now):
+                    raise ConfigError(
+                        f"stage {old.name}: {field}: the journal's rows passed it with {_shown(was)}, got "
+                        f"{_shown(now)}; keep it and add a stage of another name instead"
+                    )
+        return self
+
+
+def _shown(value: object) -> str:
+    return ", ".join(value) or "nothing" if isinstance(value, tuple) else str(value)
 
 
 def training_flow(config: QueueConfig, *, rows_per_step: int, min_group_members: int = 2) -> Flow:
@@ -133,6 +220,11 @@ def training_flow(config: QueueConfig, *, rows_per_step: int, min_group_members:
     )
     both = ("train", "eval")
     deliveries = config.max_deliveries
+    if config.partial_members is not None and config.partial_members < min_group_members:
+        raise ConfigError(
+            f"queue.partial_members: expected at least {min_group_members}, the fewest that can be compared, got "
+            f"{config.partial_members}"
+        )
     return Flow(
         stages=(
             Stage(
@@ -160,6 +252,8 @@ def training_flow(config: QueueConfig, *, rows_per_step: int, min_group_members:
                 seconds=config.scoring_seconds,
                 max_deliveries=deliveries,
                 min_members=min_group_members,
+                partial=config.partial_members,
+                straggler_seconds=config.straggler_seconds,
             ),
             Stage(
                 name="learn",

@@ -9,11 +9,26 @@ from typing import Literal
 
 import msgspec
 
+from .config import Flow
+
 EndCause = Literal["released", "expired", "session", "fenced"]
 
 
+class Configured(msgspec.Struct, frozen=True, tag=True):
+    """From here on rows pass the stages of this flow. The first event of a journal; again when a run is resumed under
+    another flow.
+    """
+
+    at: float
+    flow: Flow
+
+
 class Put(msgspec.Struct, frozen=True, tag=True):
-    """Rows are born: payload line `lines[i]` becomes `members` rows of group `first_group + i`, in order."""
+    """Rows are born: payload line `lines[i]` becomes `members` rows of group `first_group + i`, in order.
+
+    With `filled`, the stages of that name are done: the line and those behind it are one row each, and `oldest` and
+    `tokens` say of every row what `Written` would.
+    """
 
     at: float
     first_row: int
@@ -25,6 +40,9 @@ class Put(msgspec.Struct, frozen=True, tag=True):
     split: str
     priority: int
     sources: dict[str, int]
+    filled: tuple[str, ...] = ()
+    oldest: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
@@ -123,8 +141,18 @@ class Reconciled(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
+class Fenced(msgspec.Struct, frozen=True, tag=True):
+    """The engine of this session must not be used until it says so in a later announcement than `announced`."""
+
+    at: float
+    session: str
+    announced: int
+    reason: str
+
+
 Event = (
-    Put
+    Configured
+    | Put
     | Granted
     | Written
     | Moved
@@ -135,4 +163,5 @@ Event = (
     | Committed
     | Retired
     | Reconciled
+    | Fenced
 )

@@ -7,8 +7,8 @@
 The header is one event as msgpack; the payload is the Arrow stream that came with it, or nothing. A record is
 written whole before it is acknowledged. A record's number is where it lies: segment · 2^32 + byte.
 
-When a segment is full the state is written beside the next one, so that recovery reads one snapshot and what came
-after it. A segment before the snapshot whose payloads nobody needs any more is deleted; of a nearly empty one the
+When a segment is full the state may be written beside the next one, so that recovery reads one snapshot and what
+came after it. A segment before the snapshot whose payloads nobody needs any more is deleted; of a nearly empty one the
 payloads that are left are moved to the end of the journal first. The events of deleted segments stay, without their
 payloads, in `*.ledger` files.
 
@@ -18,10 +18,12 @@ with the place.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import mmap
 import os
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -48,6 +50,8 @@ EVENTS_PER_SEGMENT: Final = 200_000
 # A sealed segment with a smaller share of needed bytes is emptied by moving them.
 SPARSE: Final = 0.25
 SNAPSHOTS_KEPT: Final = 2
+# A record is read in parts, by several readers: its payload is checked once for those that come soon.
+RECORDS_CHECKED: Final = 256
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Event).decode
@@ -143,6 +147,11 @@ class Segment:
         payload = start + _padded(_HEAD.size + header_bytes)
         return self.view[payload : payload + payload_bytes]
 
+    def place(self, start: int) -> tuple[int, int, bytes]:
+        """Where the payload of the record at `start` lies, its length, and its digest."""
+        _, header_bytes, payload_bytes, _, digest = _HEAD.unpack_from(self.view, start)
+        return start + _padded(_HEAD.size + header_bytes), payload_bytes, digest
+
     def payload_bytes(self, start: int) -> int:
         return int(_HEAD.unpack_from(self.view, start)[2])
 
@@ -210,22 +219,30 @@ class Journal:
         self._snapshots: list[int] = []
         # Segments that hold something that is not synced.
         self._unsynced: set[int] = set()
-        # Dumps the state when a segment is full; the broker sets it.
-        self.dump: Callable[[], bytes] | None = None
+        # What rows that have not left still need of the segments.
+        self.needed_bytes = 0
+        # Records whose payload was found whole lately.
+        self._checked: OrderedDict[int, None] = OrderedDict()
+        # Whether `sparse` and `delete_unneeded` may find something that they did not find before.
+        self.untidy = True
+        # Dumps the state when a segment is full and it is worth it; the store sets it.
+        self.dump: Callable[[], bytes | None] | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise JournalError(f"cannot make the journal directory {directory}: {error.strerror}") from error
+        # Held as long as the journal is open; it goes with the process, however that ends.
+        self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise JournalError(f"{directory} belongs to another broker; it must end first") from None
 
     @property
     def size(self) -> int:
         """Bytes that the segments hold."""
         return sum(segment.end for segment in self._segments.values())
-
-    @property
-    def needed_bytes(self) -> int:
-        """What rows that have not left still need of it."""
-        return sum(segment.needed for segment in self._segments.values())
 
     def snapshot(self) -> bytes | None:
         """The newest whole snapshot; `recover` goes on behind it. None when there is none."""
@@ -303,10 +320,11 @@ class Journal:
         if last is not None and self.durability == "fsync":
             self.sync()
         number = last.number + 1 if last is not None else 1
-        if last is not None and self.dump is not None:
-            self._write_snapshot(number, self.dump())
+        if last is not None and self.dump is not None and (state := self.dump()) is not None:
+            self._write_snapshot(number, state)
         path = self.directory / f"{number:08d}.segment"
         segment = self._segments[number] = Segment(path, max(self._segment_bytes, length))
+        self.untidy = True
         return segment
 
     def _write_snapshot(self, number: int, state: bytes) -> None:
@@ -336,17 +354,40 @@ class Journal:
         """The payload of a record, as a slice of the mapped segment."""
         return self._segments[record >> 32].payload(record & 0xFFFFFFFF)
 
+    def is_whole(self, record: int, *, anew: bool = True) -> bool:
+        """Whether the record's payload is what its writer wrote; `anew=False` trusts a check of a moment ago."""
+        if not anew and record in self._checked:
+            return True
+        whole = wire.payload_digest(self.payload(record)) == self.place(record)[2]
+        self._checked[record] = None
+        if len(self._checked) > RECORDS_CHECKED or not whole:
+            self._checked.popitem(last=not whole)
+        return whole
+
+    def name(self, record: int) -> str:
+        """File and byte of a record, for people."""
+        return f"{self._segments[record >> 32].path}, byte {record & 0xFFFFFFFF}"
+
+    def place(self, record: int) -> tuple[int, int, bytes]:
+        """Where a record's payload lies in its segment, its length in bytes, and its digest."""
+        return self._segments[record >> 32].place(record & 0xFFFFFFFF)
+
     # -- what rows need
 
     def need(self, record: int) -> None:
         """Some row needs the record's payload."""
         segment = self._segments[record >> 32]
-        segment.needed += segment.payload_bytes(record & 0xFFFFFFFF)
+        size = segment.payload_bytes(record & 0xFFFFFFFF)
+        segment.needed += size
+        self.needed_bytes += size
 
     def free(self, record: int) -> None:
         """No row needs the record's payload any more."""
         segment = self._segments[record >> 32]
-        segment.needed -= segment.payload_bytes(record & 0xFFFFFFFF)
+        size = segment.payload_bytes(record & 0xFFFFFFFF)
+        segment.needed -= size
+        self.needed_bytes -= size
+        self.untidy |= segment.needed < SPARSE * segment.end
 
     def sparse(self) -> int | None:
         """A sealed segment that holds little that is needed; its payloads should be appended again."""
@@ -385,6 +426,9 @@ class Journal:
     def close(self) -> None:
         for segment in self._segments.values():
             segment.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
 
 class Entry(NamedTuple):

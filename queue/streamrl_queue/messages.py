@@ -6,33 +6,49 @@ from typing import Annotated
 
 import msgspec
 
-from .batches import Part, RowKeys
+from .batches import Mapped, Part, RowKeys
 from .config import Durability
 from .state import Statistics, Version
 
+# Counts and ids, within what the journal and Arrow's columns can hold.
+Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+# How many rows: more than are ever alive.
+RowCount = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Open the envelope's session, or open it again after the broker restarted."""
+    """Open the envelope's session, or open it again after the broker restarted.
+
+    `ready` and `version` are those of the session's last announcement, whose number is `announced`.
+    """
 
     name: str
     role: str
     endpoint: str | None = None
     ready: bool = False
     version: int | None = None
+    announced: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The session lives as long as a heartbeat arrives every `session_seconds`."""
+    """The session lives as long as a heartbeat arrives every `session_seconds`. Clients on the same `host` may read
+    the segments in the directory `journal` themselves.
+    """
 
     session_seconds: float
+    host: str = ""
+    journal: str = ""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The session is alive. `activity` says what it does or waits for, in words."""
+    """The session is alive. `activity` says what it does or waits for, in words; `given_up` are requests whose replies
+    nobody awaits any more, in case their `Forget` was lost.
+    """
 
     activity: str
     since: float
     gauges: dict[str, float]
+    given_up: tuple[int, ...] = ()
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):
@@ -50,17 +66,21 @@ class ReleaseAbsent(msgspec.Struct, frozen=True, tag=True):
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
-    """An engine says whether it may be used, and with which version."""
+    """An engine says whether it may be used, and with which version. Its announcements are numbered from 1."""
 
     ready: bool
     version: int | None
+    announced: int
 
 
 class Fence(msgspec.Struct, frozen=True, tag=True):
-    """That session's engine must not be used until it announces itself again."""
+    """That session's engine must not be used until it announces itself again. After a restart of the broker, waits for
+    the session to come back.
+    """
 
     session: str
     reason: str
+    wait: float
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -75,6 +95,7 @@ class Member(msgspec.Struct, frozen=True):
     activity: str
     since: float
     gauges: dict[str, float]
+    announced: int = 0
 
 
 class Members(msgspec.Struct, frozen=True, tag=True):
@@ -93,31 +114,37 @@ class Membership(msgspec.Struct, frozen=True, tag=True):
 
 
 class PutTasks(msgspec.Struct, frozen=True, tag=True):
-    """The payload's lines become groups of `members` rows."""
+    """The payload's lines become groups of `members` rows; with `filled`, one row each, and these stages are done."""
 
     keys: tuple[str, ...]
     members: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     split: str
-    priority: int
-    sources: dict[str, int]
+    priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+    sources: dict[str, Natural]
     wait: float
+    filled: tuple[str, ...] = ()
 
 
 class LeaseRows(msgspec.Struct, frozen=True, tag=True):
-    """Hand out up to `rows` rows that are ready for `stage`."""
+    """Hand out up to `rows` rows that are ready for `stage`, or all that are parked there under `keys`.
+
+    `mapped`: say where their columns lie, not what they are.
+    """
 
     stage: str
-    rows: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
-    at_least: int
+    rows: RowCount
+    at_least: Natural
     wait: float
     env: str | None
-    step: int | None
+    step: Natural | None
     payload: bool
     columns: tuple[str, ...] | None
+    mapped: bool = False
+    keys: tuple[str, ...] | None = None
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True):
-    """Rows of one lease; the payload holds their columns. No rows: nothing was ready in time."""
+    """Rows of one lease; the payload holds the columns in `parts`. No rows: nothing was ready in time."""
 
     lease: int
     stage: str
@@ -125,28 +152,32 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
     seconds: float | None
     version: int
     version_step: int
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...] = ()
+    mapped: tuple[Mapped, ...] = ()
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
-    """Columns of rows that somebody leased without their columns."""
+    """Columns of rows that somebody leased without their columns. No names: those that `stage` reads."""
 
     rows: tuple[int, ...]
     columns: tuple[str, ...]
+    stage: str = ""
+    mapped: bool = False
 
 
 class Columns(msgspec.Struct, frozen=True, tag=True):
-    """The columns of `rows`, in the payload."""
+    """The columns of `rows`: those in `parts` in the payload, the others in place."""
 
     rows: tuple[RowKeys, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...] = ()
+    mapped: tuple[Mapped, ...] = ()
 
 
 class Peek(msgspec.Struct, frozen=True, tag=True):
     """Who would be handed out next at a stage; nothing is handed out."""
 
     stage: str
-    rows: int
+    rows: RowCount
 
 
 class WriteColumns(msgspec.Struct, frozen=True, tag=True):
@@ -187,8 +218,8 @@ class DropUnfinished(msgspec.Struct, frozen=True, tag=True):
 class BeginVersion(msgspec.Struct, frozen=True, tag=True):
     """Take a fresh version id."""
 
-    step: int
-    parent: int | None
+    step: Natural
+    parent: Natural | None
 
 
 class CommitVersion(msgspec.Struct, frozen=True, tag=True):
@@ -212,20 +243,20 @@ class Versions(msgspec.Struct, frozen=True, tag=True):
 class CommitStep(msgspec.Struct, frozen=True, tag=True):
     """These rows were trained in this step."""
 
-    step: int
-    rows: tuple[int, ...]
+    step: Natural
+    rows: tuple[Natural, ...]
 
 
 class Retire(msgspec.Struct, frozen=True, tag=True):
     """A durable checkpoint covers all steps up to `through`."""
 
-    through: int
+    through: Natural
 
 
 class Reconcile(msgspec.Struct, frozen=True, tag=True):
     """The learner goes on from this step."""
 
-    step: int
+    step: Natural
 
 
 class GetStatistics(msgspec.Struct, frozen=True, tag=True):
@@ -248,6 +279,12 @@ class Receipt(msgspec.Struct, frozen=True, tag=True):
     rows: tuple[int, ...]
     duplicates: int
     durability: Durability
+
+
+class Held(msgspec.Struct, frozen=True, tag=True):
+    """The rows that a lease still holds."""
+
+    rows: tuple[int, ...]
 
 
 class Number(msgspec.Struct, frozen=True, tag=True):
@@ -282,4 +319,4 @@ Request = (
     | Reconcile
     | GetStatistics
 )
-Reply = Welcome | Membership | Grant | Columns | Versions | Counts | Receipt | Number
+Reply = Welcome | Membership | Grant | Columns | Versions | Counts | Receipt | Held | Number

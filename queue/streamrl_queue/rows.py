@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from . import admission
-from .config import Admission, Stage
-from .errors import LeaseExpired, StepConflict, UnknownName, VersionConflict
+from .config import Flow, Stage
+from .errors import LeaseExpired, SchemaError, StepConflict, UnknownName, VersionConflict
 from .events import (
     Committed,
+    Configured,
     Dropped,
     EndCause,
     Ended,
     Event,
+    Fenced,
     Granted,
     Put,
     Reconciled,
@@ -34,7 +34,9 @@ from .events import (
     VersionCommitted,
     Written,
 )
-from .state import UNBORN, Lease, Line, Rank, Row, Version
+from .picking import Pick, parked, stale
+from .standing import Told
+from .state import Lease, Row, Version
 from .table import Table
 
 
@@ -55,18 +57,30 @@ class Rows(Table):
         split: str,
         priority: int,
         sources: dict[str, int],
+        filled: Sequence[str] = (),
+        oldest: Sequence[int] = (),
+        tokens: Sequence[int] = (),
     ) -> tuple[Put | None, tuple[int, ...], int]:
-        """The event that makes rows of the keys not seen before, all row ids of `keys`, and the repeated keys."""
+        """The event that makes rows of the keys not seen before, all row ids of `keys`, and the repeated keys.
+
+        With `filled`, `oldest` and `tokens` (or nothing) are those of all rows of all keys.
+        """
         if not any(split in stage.splits for stage in self.flow.stages):
             raise UnknownName(f"split: no stage takes {split!r}; known: {', '.join(self._splits())}")
+        self._check_filled(filled, split, oldest)
         fresh: dict[str, int] = {}
+        first: dict[str, int] = {}
         for line, key in enumerate(keys):
-            if self._first_row(key) is None and key not in fresh:
+            if key in first:
+                continue
+            known = self._first_row(key)
+            first[key] = self._next_row + len(fresh) * members if known is None else known
+            if known is None:
                 fresh[key] = line
-        lines = tuple(fresh.values())
-        first = {key: self._next_row + i * members for i, key in enumerate(fresh)}
-        starts = [first.get(key) or self._first_row(key) or 0 for key in keys]
-        rows = tuple(row for start in starts for row in range(start, start + members))
+        numbers = tuple(fresh.values())
+        lines = tuple(number * members for number in numbers) if filled else numbers
+        chosen = [line + member for line in lines for member in range(members)] if filled else ()
+        rows = tuple(row for key in keys for row in range(first[key], first[key] + members))
         event = Put(
             at,
             self._next_row,
@@ -78,8 +92,26 @@ class Rows(Table):
             split,
             priority,
             sources,
+            tuple(filled),
+            tuple(oldest[line] for line in chosen) if oldest else (),
+            tuple(tokens[line] for line in chosen) if tokens else (),
         )
         return (event if lines else None), rows, len(keys) - len(lines)
+
+    def _check_filled(self, filled: Sequence[str], split: str, oldest: Sequence[int]) -> None:
+        for stage in (self.stage(name) for name in filled):
+            if split not in stage.splits or stage.trains:
+                why = "trains rows" if stage.trains else f"does not take split {split!r}"
+                raise UnknownName(f"put: filled: stage {stage.name} {why}")
+            if missing := self._needs[stage.name] - set(filled):
+                raise SchemaError(
+                    f"put: filled: stage {stage.name} builds on {', '.join(sorted(missing))}; bring these columns too"
+                )
+        if unknown := sorted({version for version in oldest if version >= 0} - self.versions.keys()):
+            raise SchemaError(
+                f"put: filled: version {unknown[0]} was never begun here, so nobody knows how stale its rows are; "
+                "bring rows that another policy sampled with mask 0 and without versions"
+            )
 
     def fresh(self, keys: Sequence[str]) -> int:
         """How many groups a put of these keys would make."""
@@ -87,7 +119,8 @@ class Rows(Table):
 
     def _first_row(self, key: str) -> int | None:
         """The first row of the group with this key, if it was ever put (as far as the past is remembered)."""
-        return self.keys.get(key) or self.past_keys.get(key)
+        group = self.keys.get(key)
+        return group.first if group is not None else self.past_keys.get(key)
 
     def _splits(self) -> list[str]:
         return sorted({split for stage in self.flow.stages for split in stage.splits})
@@ -98,154 +131,67 @@ class Rows(Table):
         session: str,
         stage_name: str,
         *,
-        rows: int,
+        rows: int = 1 << 31,
         at_least: int = 1,
         env: str | None = None,
         step: int | None = None,
         request: int = 0,
+        keys: Sequence[str] | None = None,
     ) -> list[Event]:
         """The grant of up to `rows` ready rows, or no grant when fewer than `at_least` are ready.
 
-        Rows that would pass the staleness bound are dropped on the way, by an event of their own.
+        Rows that would pass the staleness bound are dropped on the way, by an event of their own. Of a stage that
+        parks: the grant of all rows of the groups with these `keys`.
         """
         stage = self.stage(stage_name)
-        if stage.trains and (step is None or step <= self.step):
-            raise StepConflict(f"lease of {stage.name}: expected a step after {self.step} to assemble; got {step}")
-        stale = self._stale(stage, step)
-        events: list[Event] = [Dropped(at, stale, "stale")] if stale else []
-        picked, admitted = self._pick(stage, rows, env, step, frozenset(stale))
-        if len(picked) < max(at_least, 1):
-            self._give_back(stage, picked)
-            return events
-        ids = tuple(row.id for row in picked)
-        return [*events, Granted(at, self._next_lease, stage.name, session, ids, admitted, step, self.version, request)]
-
-    def _stale(self, stage: Stage, step: int | None) -> tuple[int, ...]:
-        """Ready rows that training in `step` would take past the bound."""
-        bound = self.flow.admission
-        if not stage.trains or step is None or bound is None or bound.on_stale == "keep":
-            return ()
-        # A stale row's birth has a bucket of its own, so nothing is searched when there is none.
-        if not any(n and admission.is_stale(bound, born=b, step=step) for b, n in self._on_their_way.items()):
-            return ()
-        ready = (self.rows.get(id) for heap in self._ready[stage.name].values() for _, _, id in heap)
-        return tuple(
-            sorted(
-                {
-                    row.id
-                    for row in ready
-                    if row and stage.name in row.ready and admission.is_stale(bound, born=row.born, step=step)
-                }
+        if stage.trains and step != self.step + 1:
+            raise StepConflict(f"lease of {stage.name}: expected step {self.step + 1} to assemble, got {step}")
+        if stage.parks != (keys is not None):
+            raise UnknownName(
+                f"lease of {stage.name}: it parks its rows; name the keys of those you want"
+                if stage.parks
+                else f"lease of {stage.name}: keys are for stages that park; this one hands out by itself"
             )
-        )
+        if keys is not None:
+            found = parked(self, stage, keys)
+            ids = tuple(row.id for row in found)
+            return [self._grant(at, stage, session, ids, (), step, request)] if ids else []
+        gone = stale(self, stage, step)
+        events: list[Event] = [Dropped(at, gone, "stale")] if gone else []
+        # Of few ready rows none is looked at; the count may be of rows that may not go, never of too few.
+        if self._stage_counts[stage.name]["ready"] - len(gone) < at_least:
+            return events
+        pick = Pick(self, stage, step, frozenset(gone))
+        pick.fill(rows, env)
+        if not pick.rows and at_least <= 1:
+            pick.fill_gap(env)
+        if len(pick.rows) >= max(at_least, 1):
+            events.append(self._grant(at, stage, session, tuple(pick.rows), tuple(pick.admitted), step, request))
+        return events
 
-    def _pick(
-        self, stage: Stage, rows: int, env: str | None, step: int | None, skip: frozenset[int]
-    ) -> tuple[list[Row], tuple[int, ...]]:
-        """Take the next rows out of the ready heaps (whole groups for a group stage), and the groups this admits.
-
-        The caller grants them all or gives them all back.
-        """
-        heaps = self._ready[stage.name]
-        lines = [line for line in heaps if env is None or line[0] == env]
-        picked: dict[int, Row] = {}
-        admitted: dict[int, None] = {}
-        while len(picked) < rows:
-            lines = [line for line in lines if self._head(stage, line, picked, skip)]
-            if not lines:
-                break
-            line = min(lines, key=lambda x: heaps[x][0])
-            row = self.rows[heaps[line][0][2]]
-            if not self._may_take(stage, row, step, picked, admitted):
-                lines.remove(line)
-                continue
-            heapq.heappop(heaps[line])
-            if stage.admits and self.is_bound(row) and not row.group.admitted:
-                admitted[row.group.id] = None
-            picked |= {r.id: r for r in self.concerned(stage, row)}
-        return list(picked.values()), tuple(admitted)
-
-    def _head(self, stage: Stage, line: Line, picked: dict[int, Row], skip: frozenset[int]) -> bool:
-        """Clear entries at the front of a queue that no longer hold; tells whether one is left."""
-        heap = self._ready[stage.name][line]
-        while heap:
-            row = self.rows.get(heap[0][2])
-            holds = row is not None and stage.name in row.ready and self.rank(stage, row) == heap[0]
-            holds = holds and row is not None and self.line(stage, row) == line
-            if holds and heap[0][2] not in picked and heap[0][2] not in skip:
-                return True
-            heapq.heappop(heap)
-        return False
+    def _grant(
+        self,
+        at: float,
+        stage: Stage,
+        session: str,
+        rows: tuple[int, ...],
+        admitted: tuple[int, ...],
+        step: int | None,
+        request: int,
+    ) -> Granted:
+        return Granted(at, self._next_lease, stage.name, session, rows, admitted, step, self.version, request)
 
     def peek(self, stage_name: str, rows: int) -> list[Row]:
-        """Rows that are ready for a stage, in the order of hand-out; whether admission lets them out is not asked."""
+        """Rows that are ready (or parked) for a stage, in the order of hand-out; whether admission lets them out is
+        not asked.
+        """
         stage = self.stage(stage_name)
-        found: dict[int, Row] = {}
-        for rank in heapq.merge(*(_in_order(heap) for heap in self._ready[stage.name].values())):
-            row = self.rows.get(rank[2])
-            if row is not None and stage.name in row.ready and self.rank(stage, row) == rank:
-                found |= {r.id: r for r in self.concerned(stage, row)}
+        found: list[Row] = []
+        for row in self._ready[stage.name].peek():
+            found += self.concerned(stage, row)
             if len(found) >= rows:
                 break
-        return list(found.values())[:rows]
-
-    def _give_back(self, stage: Stage, picked: list[Row]) -> None:
-        for row in picked:
-            if stage.name in row.ready:
-                self._enqueue(stage, row)
-
-    def _may_take(
-        self, stage: Stage, row: Row, step: int | None, picked: dict[int, Row], admitted: dict[int, None]
-    ) -> bool:
-        bound = self.flow.admission
-        if bound is None or not self.is_bound(row):
-            return True
-        if stage.admits:
-            return self._may_start(bound, row, picked, admitted)
-        if stage.trains and step is not None:
-            return self._may_train(bound, row, step, picked)
-        return True
-
-    def _may_start(self, bound: Admission, row: Row, picked: dict[int, Row], admitted: dict[int, None]) -> bool:
-        trained = self._trained_at(self.version)
-        if not row.group.admitted and row.group.id not in admitted:
-            pending = len(admitted) * len(row.group.members)
-            return admission.may_admit(bound, admitted=self._admitted + pending, lost=self._lost, trained=trained)
-        started = self._trained_through[self.step] + self._on_their_way.total() + self._handed.total() + len(picked)
-        if admission.may_start(bound, started=started, trained=trained):
-            return True
-        # One row at a time: it may be the one that was missing.
-        begun = any(member.born != UNBORN for member in row.group.members)
-        return begun and not picked and self._is_stuck(bound)
-
-    def _is_stuck(self, bound: Admission) -> bool:
-        """Whether the learner's next step cannot be filled before groups that have begun are complete.
-
-        Rows that were lost leave places for a part of a group only; what such a group has too many may become stale.
-        """
-        if self.version_step(self.version) != self.step:
-            # The next version makes room.
-            return False
-        incomplete = Counter(m.born for group in self._gaps.values() for m in group.members if m.on_way)
-        coming = self._on_their_way - incomplete
-        handed, step = self._handed[self.step + 1], self.step + 1
-        if handed >= bound.rows_per_step:
-            return False
-        return not coming or not admission.may_train(
-            bound, born=min(coming), step=step, handed=handed, on_their_way=self._on_their_way
-        )
-
-    def _may_train(self, bound: Admission, row: Row, step: int, picked: dict[int, Row]) -> bool:
-        on_their_way = self._on_their_way - Counter(other.born for other in picked.values())
-        handed = self._handed[step] + len(picked)
-        return admission.may_train(bound, born=row.born, step=step, handed=handed, on_their_way=on_their_way)
-
-    def _trained_at(self, version: int) -> int:
-        """Rows trained in steps up to the step of `version`."""
-        step = self.version_step(version)
-        while step not in self._trained_through:
-            step -= 1
-        return self._trained_through[step]
+        return found[:rows]
 
     def held(self, lease_id: int, session: str, rows: Sequence[int] | None = None) -> tuple[Lease, tuple[int, ...]]:
         """The lease, and `rows` (default: all of it), if `session` still holds them.
@@ -265,9 +211,19 @@ class Rows(Table):
 
     def written_before(self, lease_id: int, rows: Sequence[int]) -> bool:
         """Whether exactly this lease has already written all of `rows`: then a write is a repetition."""
+        past = self.past_leases.get(lease_id, {}).get("written", ())
         return bool(rows) and all(
-            (row := self.rows.get(id)) is not None and lease_id in row.writers.values() for id in rows
+            id in past or ((row := self.rows.get(id)) is not None and lease_id in row.writers.values()) for id in rows
         )
+
+    def told_before(self, lease_id: int, rows: Sequence[int] | None, how: Told) -> tuple[int, ...]:
+        """`rows` (default: all that there are), if this lease has already been ended on them that way: then it is told
+        again. Empty otherwise.
+        """
+        past = self.past_leases.get(lease_id, {}).get(how, set())
+        if rows is None:
+            return () if lease_id in self.leases else tuple(sorted(past))
+        return tuple(rows) if past.issuperset(rows) else ()
 
     def write(
         self,
@@ -307,15 +263,39 @@ class Rows(Table):
             if lease is not None and lease.deadline > deadline:
                 heapq.heappush(self._deadlines, (lease.deadline, id))
 
-    def next_deadline(self) -> float | None:
-        """When `expire` should look again."""
-        return self._deadlines[0][0] if self._deadlines else None
+    def stragglers(self, now: float, at: float) -> Iterator[Dropped]:
+        """The ends of members that their groups have waited for long enough. Each must be applied before the next is
+        asked for.
+        """
+        while self._waits and self._waits[0][0] <= now:
+            first = deadline, _, group, stage = self._waits[0]
+            if group.waits.get(stage) == deadline:
+                rows = (row.id for row in self.members(group, self.stages[stage]).missing)
+                yield Dropped(at, tuple(sorted(rows)), "straggler")
+            if self._waits and self._waits[0] is first:
+                heapq.heappop(self._waits)
 
-    def extend(self, now: float, session: str, lease_id: int) -> None:
-        """A sign of life: the lease's deadline starts anew. Not journaled; recovery starts all deadlines anew."""
-        lease, _ = self.held(lease_id, session)
+    def next_deadline(self) -> float | None:
+        """When `expire` and `stragglers` should look again."""
+        return min((heap[0][0] for heap in (self._deadlines, self._waits) if heap), default=None)
+
+    def configure(self, at: float, flow: Flow) -> Configured | None:
+        """The event after which rows pass the stages of `flow`; None when they do already.
+
+        Raises:
+            ConfigError: the rows that there are cannot pass them.
+        """
+        return Configured(at, flow.succeed(self.flow)) if flow != self.flow else None
+
+    def extend(self, now: float, session: str, lease_id: int) -> tuple[int, ...]:
+        """A sign of life: the lease's deadline starts anew. Not journaled; recovery starts all deadlines anew.
+
+        Returns the rows that it still holds: some may have been dropped.
+        """
+        lease, rows = self.held(lease_id, session)
         if (seconds := self.stages[lease.stage].seconds) is not None:
             lease.deadline = now + seconds
+        return rows
 
     def end_session(self, at: float, session: str, reason: str) -> list[Ended]:
         """The ends of all leases of a session that is gone."""
@@ -393,6 +373,11 @@ class Rows(Table):
             raise StepConflict(f"reconcile to step {step}: rows of step {gone[0]} are retired and cannot come back")
         return Reconciled(at, step)
 
+    def fence(self, at: float, session: str, announced: int, reason: str) -> Fenced | None:
+        """The event after which the session's announcements up to `announced` do not count; None when they do not."""
+        known = self.fences.get(session)
+        return Fenced(at, session, announced, reason) if known is None or known < announced else None
+
     def in_segment(self, segment: int) -> dict[tuple[int, str], list[int]]:
         """Where columns lie in one segment of the journal: record and stage → the rows."""
         found: dict[tuple[int, str], list[int]] = {}
@@ -401,14 +386,3 @@ class Rows(Table):
                 if place.record >> 32 == segment:
                     found.setdefault((place.record, stage), []).append(row.id)
         return found
-
-
-def _in_order(heap: list[Rank]) -> Iterator[Rank]:
-    """The smallest entries of a heap first, as many as are asked for, without taking one out."""
-    front = [(heap[0], 0)] if heap else []
-    while front:
-        rank, place = heapq.heappop(front)
-        yield rank
-        for child in (2 * place + 1, 2 * place + 2):
-            if child < len(heap):
-                heapq.heappush(front, (heap[child], child))

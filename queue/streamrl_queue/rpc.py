@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Final
 
 import msgspec
 import trio
@@ -21,6 +21,10 @@ from .nursery import open_nursery
 from .transport import ZEROMQ, Buffer, Dealer, Router, Transport
 
 log = logging.getLogger(__name__)
+
+# Requests in flight that a message names, so that the server knows which replies are still awaited: far more than one
+# process has at a time. Of those behind them it says nothing.
+MOST_NAMED: Final = 256
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):
@@ -44,8 +48,10 @@ class RpcClient:
         self._decode = msgspec.msgpack.Decoder(reply_type | wire.Refused).decode
         self._key = key
         self._session = session
-        self._ids = itertools.count(1)
+        self._next_id = 1
         self._calls: dict[int, _Call] = {}
+        # The ids that await a reply, in order; a dict, because sets have none.
+        self._open: dict[int, None] = {}
 
     @classmethod
     @asynccontextmanager
@@ -86,56 +92,78 @@ class RpcClient:
         """Send `request` and wait at most `deadline` seconds for its reply and the reply's payload.
 
         An idempotent request may be sent again every `resend` seconds, for a server that restarts in between. Who
-        asks the same again after an error passes the `id` (of `next_id`) of the first time.
+        asks the same again after an error passes the `id` (of `asking`) of the first time.
 
         Raises:
             DeadlineExceeded: naming the request and `source`.
             StreamRLError: whatever the server refused with, as the same class.
         """
-        id = self.next_id() if id is None else id
+        if id is None:
+            with self.asking() as id:
+                return await self.exchange(request, payload, deadline=deadline, source=source, resend=resend, id=id)
+        frames = self._seal(id, request, payload)
         call = self._calls[id] = _Call()
-        frames = wire.seal(self._session, id, request, payload, self._key)
         try:
-            with trio.move_on_after(deadline):
-                while not call.done.is_set():
+            end = trio.current_time() + deadline
+            while not call.done.is_set() and (left := end - trio.current_time()) > 0.0:
+                with trio.move_on_after(min(left, resend or left)):
                     await self._dealer.send(frames)
-                    with trio.move_on_after(resend or deadline):
-                        await call.done.wait()
+                    await call.done.wait()
         finally:
             del self._calls[id]
             if not call.done.is_set():
-                # Cancelled or too late. A server that cannot be reached has nothing to forget.
-                self._tell(id, Forget())
+                # Cancelled or too late.
+                self._open.pop(id, None)
+                self._dealer.try_send(self._seal(id, Forget()))
         if not call.done.is_set():
             raise DeadlineExceeded.waiting(f"the reply to {type(request).__name__}", source, deadline)
         if isinstance(call.reply, wire.Refused):
             raise from_wire(call.reply.error, call.reply.message)
         return call.reply, call.payload
 
-    def next_id(self) -> int:
-        """A number for one request."""
-        return next(self._ids)
+    @contextmanager
+    def asking(self) -> Iterator[int]:
+        """A number for one request, whose reply is awaited until the block is left."""
+        id = self._next_id
+        self._next_id += 1
+        self._open[id] = None
+        try:
+            yield id
+        finally:
+            self._open.pop(id, None)
 
     def tell(self, request: msgspec.Struct) -> bool:
         """Send `request` without waiting for anything; tells whether it left."""
-        return self._tell(self.next_id(), request)
+        with self.asking() as id:
+            return self._dealer.try_send(self._seal(id, request))
 
-    def _tell(self, id: int, request: msgspec.Struct) -> bool:
-        return self._dealer.try_send(wire.seal(self._session, id, request, None, self._key))
+    def _seal(self, id: int, request: msgspec.Struct, payload: Buffer | None = None) -> list[Buffer]:
+        return wire.seal(self._session, id, request, payload, self._key, self._asking())
+
+    def _asking(self) -> tuple[int, ...]:
+        """What this client still awaits, as `wire.Envelope` says it."""
+        named = tuple(itertools.islice(self._open, MOST_NAMED + 1))
+        below = self._next_id if len(named) <= MOST_NAMED else named[-1]
+        return below, *named[:MOST_NAMED]
 
     async def receive(self) -> None:
         """Consumes replies; produces wake-ups of the calls they belong to; waits for the socket."""
         while True:
             frames = await self._dealer.recv()
-            try:
-                envelope, payload = wire.unseal(frames, self._key)
-                reply = self._decode(envelope.body)
-            except (ProtocolError, msgspec.MsgspecError) as error:
-                log.warning("dropped a message from %s: %s", self._dealer.address, error)
-                continue
-            if call := self._calls.get(envelope.id):
-                call.reply, call.payload = reply, payload
-                call.done.set()
+            while frames is not None:
+                self._take(frames)
+                frames = self._dealer.try_recv()
+
+    def _take(self, frames: list[Buffer]) -> None:
+        try:
+            envelope, payload = wire.unseal(frames, self._key)
+            reply = self._decode(envelope.body)
+        except (ProtocolError, msgspec.MsgspecError) as error:
+            log.warning("dropped a message from %s: %s", self._dealer.address, error)
+            return
+        if call := self._calls.get(envelope.id):
+            call.reply, call.payload = reply, payload
+            call.done.set()
 
 
 Handler = Callable[[str, Any], Awaitable[msgspec.Struct]]
@@ -174,7 +202,9 @@ class RpcServer:
     async def _receive(self, nursery: trio.Nursery) -> None:
         """Consumes requests; produces a task for each; waits for the socket."""
         while True:
-            peer, *frames = await self._router.recv()
+            if (message := await self._router.recv()) is None:
+                continue
+            peer, *frames = message
             try:
                 envelope, _ = wire.unseal(frames, self._key)
                 request = self._decode(envelope.body)

@@ -298,6 +298,8 @@ def check(batch: pa.RecordBatch, required: Iterable[str], where: str) -> None:
         SchemaError, RewardError: naming the column, what was expected and what came.
     """
     names = set(batch.schema.names)
+    if twice := sorted({name for name in names if batch.schema.names.count(name) > 1}):
+        raise SchemaError(f"{where}: column {', '.join(twice)} is there more than once")
     missing = sorted(set(required) - names)
     if missing:
         raise SchemaError(f"{where}: missing column {', '.join(missing)}; got {', '.join(sorted(names))}")

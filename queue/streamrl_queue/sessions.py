@@ -21,10 +21,12 @@ class Sessions:
         self._members: dict[str, Member] = {}
         self._deadlines: dict[str, float] = {}
 
-    def open(self, now: float, at: float, session: str, hello: Hello) -> None:
-        """A process is here, or here again."""
+    def open(self, now: float, at: float, session: str, hello: Hello, fenced: int | None = None) -> None:
+        """A process is here, or here again. Announcements up to the number `fenced` do not count."""
+        counts = fenced is None or hello.announced > fenced
+        ready, version = (hello.ready, hello.version) if counts else (False, None)
         self._members[session] = Member(
-            session, hello.name, hello.role, hello.endpoint, hello.ready, hello.version, "starts", at, {}
+            session, hello.name, hello.role, hello.endpoint, ready, version, "starts", at, {}, hello.announced
         )
         self._deadlines[session] = now + self.session_seconds
         self.epoch += 1
@@ -50,13 +52,17 @@ class Sessions:
         )
 
     def announce(self, session: str, message: Announce) -> None:
-        """An engine may be used from now on, or not."""
-        self._set(session, ready=message.ready, version=message.version)
+        """An engine may be used from now on, or not. One that comes late, behind a later one, does not count."""
+        if message.announced > self.announced(session):
+            self._set(session, ready=message.ready, version=message.version, announced=message.announced)
+
+    def announced(self, session: str) -> int:
+        """The number of the open session's last announcement."""
+        return self._members[session].announced
 
     def fence(self, session: str) -> None:
-        """An engine must not be used until it announces itself again."""
-        if session in self._members:
-            self._set(session, ready=False, version=None)
+        """An open session's engine must not be used until it announces itself again."""
+        self._set(session, ready=False, version=None)
 
     def _set(self, session: str, **changes: object) -> None:
         self._members[session] = msgspec.structs.replace(self._members[session], **changes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -14,9 +14,10 @@ TASK: Final = ""
 UNBORN: Final = -1
 
 
-# Order in a ready heap: birth (for the learner), priority, row id; the smallest goes first.
-Rank = tuple[int, int, int]
-# Which of a stage's ready heaps: environment, and how admission treats its rows (`free`, `bound`, `admitted`).
+# Order in a ready heap, see `ready.py`; the smallest goes first, and the last number is the row's id.
+Rank = tuple[int, int, int, int]
+# Which of a stage's ready heaps: environment, and how the staleness bound treats its rows (`free`, `bound`,
+# `admitted`, `outside`).
 Line = tuple[str, str]
 
 
@@ -33,12 +34,14 @@ class Row:
     __slots__ = (
         "attempts",
         "born",
+        "bound",
         "env",
         "group",
         "id",
         "leases",
         "member",
         "on_way",
+        "outside",
         "places",
         "priority",
         "ready",
@@ -68,25 +71,34 @@ class Row:
         self.writers: dict[str, int] = {}
         self.leases: dict[str, int] = {}
         self.attempts: dict[str, int] = {}
-        self.ready: set[str] = set()
+        # Stage that it can be handed out for → its entry in that stage's queue; of a group stage, its group's.
+        self.ready: dict[str, Rank] = {}
         self.state = "waiting"
         # Counted among the rows that have not been rolled out.
         self.unstarted = False
         # Counted among the rows that are on their way to the learner.
         self.on_way = False
+        # Whether the staleness bound counts it from its admission on: rows that are never trained are free of it.
+        self.bound = False
+        # Born behind the stage that admits. `seen`: it is ready to be trained, so from now on the bound counts it too.
+        self.outside: Literal["", "unseen", "seen"] = ""
 
 
 class Group:
     """Attempts at one task, compared with each other."""
 
-    __slots__ = ("admitted", "id", "key", "members", "ready")
+    __slots__ = ("admitted", "first", "id", "key", "members", "ready", "waits")
 
-    def __init__(self, id: int, key: str) -> None:
+    def __init__(self, id: int, key: str, first: int) -> None:
         self.id = id
         self.key = key
+        # Its first row, which may have ended.
+        self.first = first
         self.admitted = False
         # Group stage that it is ready for → the members that this concerns, first of all the one it queues by.
         self.ready: dict[str, list[Row]] = {}
+        # Group stage that enough members want → monotonic seconds at which the others are dropped.
+        self.waits: dict[str, float] = {}
         # The members that have not been dropped, died or been done.
         self.members: list[Row] = []
 
@@ -121,11 +133,14 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class StageCount(msgspec.Struct, frozen=True):
-    """Rows of one stage: ready for it, leased by it, and written by it so far."""
+    """Rows of one stage: ready for it (or, at a stage that parks, parked for it), leased by it, and written by it so
+    far.
+    """
 
     ready: int
     leased: int
     written: int
+    parked: int = 0
 
 
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +150,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     leased: int
     ready: int
+    parked: int
     trained: int
     done: int
     dropped: dict[str, int]
@@ -149,7 +165,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unfinished(self) -> int:
-        return self.waiting + self.leased + self.ready
+        return self.waiting + self.leased + self.ready + self.parked
 
     def check(self) -> None:
         """Raise AssertionError unless every task is in exactly one state."""

@@ -15,10 +15,10 @@ from typing import Final
 import trio
 
 from . import snapshot
-from .batches import Part, gather
+from .batches import Mapped, Part, gather, records_of
 from .config import ANY, Flow, Stage
-from .errors import SchemaError
-from .events import Dropped, Event, Moved
+from .errors import JournalError, SchemaError
+from .events import Configured, Dropped, Event, Moved, Put
 from .journal import Damaged, Journal
 from .rows import Rows
 from .schema import KEY_COLUMNS
@@ -50,10 +50,13 @@ class Store:
     ) -> None:
         self.rows = Rows(flow)
         self.journal = journal
+        self._flow = flow
         self._clock = clock
         self._wall = wall
         # Whether something was recorded that must be on the disk before anybody hears of it.
         self._unsynced = False
+        # Rows that events have changed since the last snapshot.
+        self._changes = 0
         # The segment that is being emptied, and what is still to move: (record, stage) → rows.
         self._moving = 0
         self._moves: dict[tuple[int, str], list[int]] = {}
@@ -61,13 +64,16 @@ class Store:
     def recover(self) -> int:
         """Fold the journal; returns how many events there were. Leases get their full time anew.
 
+        Rows pass the stages of their day until here, and those of this flow from here on.
+
         Raises:
             JournalError: the journal is damaged.
+            ConfigError: the rows that there are cannot pass the stages of this flow.
         """
         events = 0
         now = self._clock()
         if (state := self.journal.snapshot()) is not None:
-            self.rows = snapshot.load(self.rows.flow, state, now=now)
+            self.rows = snapshot.load(state, now=now)
         damaged: list[Damaged] = []
         for found in self.journal.recover():
             if isinstance(found, Damaged):
@@ -78,18 +84,32 @@ class Store:
         self.rows.freed.clear()
         for record in self.rows.references:
             self.journal.need(record)
-        self.journal.dump = lambda: snapshot.dump(self.rows)
+        self.journal.dump = self._dump
         for found in damaged:
-            self._give_up(found)
+            self._give_up(found.record)
+        configured = self.rows.configure(self._wall(), self._flow)
+        if state is None and not events:
+            configured = Configured(self._wall(), self._flow)
+        self.record(configured)
         # What the process before this one wrote last may not be synced; it may be acknowledged again any moment.
         self._unsynced = True
         return events
 
-    def _give_up(self, damaged: Damaged) -> None:
-        """Rows whose columns are lost to damage are dropped."""
-        places = ((id, place) for id, row in self.rows.rows.items() for place in row.places.values())
-        rows = tuple(sorted({id for id, place in places if place.record == damaged.record}))
-        log.error("%s is damaged: %d rows given up: %s", damaged.place, len(rows), rows[:20])
+    def _dump(self) -> bytes | None:
+        """The state, once as much has happened since the last time as there is to write: so its cost per event is
+        bounded, and so is what a recovery folds.
+        """
+        if self._changes < len(self.rows.rows):
+            return None
+        self._changes = 0
+        return snapshot.dump(self.rows)
+
+    def _give_up(self, record: int) -> None:
+        """Rows whose columns are lost to damage before they were trained are dropped."""
+        rest = ((id, row) for id, row in self.rows.rows.items() if row.step is None)
+        places = ((id, place) for id, row in rest for place in row.places.values())
+        rows = tuple(sorted({id for id, place in places if place.record == record}))
+        log.error("%s is damaged: %d rows given up: %s", self.journal.name(record), len(rows), rows[:20])
         if rows:
             self.record(Dropped(self._wall(), rows, "journal_damage"))
 
@@ -107,6 +127,7 @@ class Store:
             self.rows.apply(event, now=self._clock(), record=record)
         except Exception as error:
             raise BrokenState(f"{event} was recorded but does not fit the state") from error
+        self._changes += len(event.lines) * event.members if isinstance(event, Put) else len(getattr(event, "rows", ()))
         if record in self.rows.references:
             self.journal.need(record)
         for freed in self.rows.freed:
@@ -127,6 +148,8 @@ class Store:
         Raises:
             JournalError: the disk is full; what was not moved still lies where it lay.
         """
+        if not self.journal.untidy:
+            return
         if (sparse := self.journal.sparse()) is not None:
             if self._moving != sparse:
                 self._moving = sparse
@@ -142,16 +165,40 @@ class Store:
                 self._moving = 0
         for number in self.journal.delete_unneeded():
             log.info("journal segment %d is no longer needed and was deleted", number)
+        self.journal.untidy = self.journal.sparse() is not None
 
     # -- columns
 
-    def columns(self, rows: Sequence[Row], names: Sequence[str], stage: Stage | None) -> tuple[tuple[Part, ...], bytes]:
+    def columns(
+        self, rows: Sequence[Row], names: Sequence[str], stage: Stage | None, *, anew: bool = False
+    ) -> tuple[tuple[Part, ...], Buffer]:
         """The named columns of rows, as parts and their bytes; `*` is all that `stage` may see.
+
+        They are compared with their digest; `anew` does not trust that they were whole a moment ago.
+
+        Raises:
+            SchemaError: a row has no such column (yet).
+            JournalError: what lies in the journal is not what was written; the rows that it belongs to are dropped.
+        """
+        wanted = self._wanted(names, stage)
+        for of, columns in wanted.items():
+            for record in records_of(rows, of, columns[0]):
+                if not self.journal.is_whole(record, anew=anew):
+                    self._give_up(record)
+                    raise JournalError(f"columns in {self.journal.name(record)} are damaged; their rows were dropped")
+        return gather(rows, wanted, self.journal.payload)
+
+    def places(self, rows: Sequence[Row], names: Sequence[str], stage: Stage | None) -> tuple[Mapped, ...]:
+        """Where the named columns of rows lie, for a reader on this host.
 
         Raises:
             SchemaError: a row has no such column (yet).
         """
-        return gather(rows, self._wanted(names, stage), self.journal.payload)
+        return tuple(
+            Mapped(of, tuple(positions), tuple(lines), tuple(wanted), record, *self.journal.place(record))
+            for of, wanted in self._wanted(names, stage).items()
+            for record, (positions, lines) in records_of(rows, of, wanted[0]).items()
+        )
 
     def _wanted(self, names: Sequence[str], stage: Stage | None) -> dict[str, list[str]]:
         """Stage → which of its columns are asked for; the key columns come with every row."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
@@ -32,6 +32,8 @@ LINGER_MILLISECONDS: Final = 200
 RECONNECT_POLL_SECONDS: Final = 0.02
 # Copying a small frame costs less than tracking it.
 COPY_BELOW_BYTES: Final = 1 << 16
+# Peer and header; what follows is payload.
+SMALL_FRAMES: Final = 2
 
 SCHEMES: Final = ("tcp://", "ipc://")
 LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
@@ -47,8 +49,8 @@ class Router(Protocol):
 
     address: str
 
-    async def recv(self) -> list[Buffer]:
-        """The next message. Cancellation loses none."""
+    async def recv(self, deadline: float = inf) -> list[Buffer] | None:
+        """The next message; None when there is none until `deadline`. Cancellation loses none."""
 
     def try_recv(self) -> list[Buffer] | None:
         """The next message if one has already arrived."""
@@ -74,8 +76,11 @@ class Dealer(Protocol):
     def try_send(self, frames: Sequence[Buffer]) -> bool:
         """Send if there is a connection; tells whether it was sent."""
 
-    async def recv(self) -> list[Buffer]:
-        """The next message. Cancellation loses none."""
+    async def recv(self, deadline: float = inf) -> list[Buffer] | None:
+        """The next message; None when there is none until `deadline`. Cancellation loses none."""
+
+    def try_recv(self) -> list[Buffer] | None:
+        """The next message if one has already arrived."""
 
     def __enter__(self) -> Self: ...
 
@@ -86,6 +91,9 @@ class Dealer(Protocol):
 
 class Transport(Protocol):
     """How processes reach each other: ZeroMQ, or the simulator's network."""
+
+    # Whether a client on the broker's host may also look at its files.
+    shares_files: bool
 
     def router(self, address: str, *, key: bytes | None) -> Router:
         """Listen at `address`."""
@@ -102,26 +110,35 @@ class _Socket:
         self._fd: int = self._socket.getsockopt(zmq.FD)
         self._sleeper: trio.CancelScope | None = None
 
-    async def recv(self) -> list[Buffer]:
-        """The next message. One task at a time may wait here."""
+    async def recv(self, deadline: float = inf) -> list[Buffer] | None:
+        """The next message; None when there is none until `deadline`. One task at a time may wait here."""
+        if (frames := self.try_recv()) is not None:
+            # Not cancellable: the message is already taken out of the socket.
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return frames
         while True:
-            with suppress(zmq.Again):
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                # Not cancellable: the message is already taken out of the socket.
-                await trio.lowlevel.cancel_shielded_checkpoint()
-                return [frame.buffer if len(frame) >= COPY_BELOW_BYTES else frame.bytes for frame in frames]
             if not self._has_input():
-                with trio.CancelScope() as self._sleeper:
+                with trio.CancelScope(deadline=deadline) as self._sleeper:
                     await trio.lowlevel.wait_readable(self._fd)
                 self._sleeper = None
+            if (frames := self.try_recv()) is not None:
+                return frames
+            if trio.current_time() >= deadline:
+                return None
 
     def try_recv(self) -> list[Buffer] | None:
         """The next message if one has already arrived."""
         try:
-            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            # The peer's name and the header are small. A payload is looked at where ZeroMQ put it.
+            frames: list[Buffer] = [self._socket.recv(zmq.NOBLOCK)]
         except zmq.Again:
             return None
-        return [frame.buffer if len(frame) >= COPY_BELOW_BYTES else frame.bytes for frame in frames]
+        while self._socket.getsockopt(zmq.RCVMORE):
+            if len(frames) < SMALL_FRAMES:
+                frames.append(self._socket.recv(zmq.NOBLOCK))
+            else:
+                frames.append(self._socket.recv(zmq.NOBLOCK, copy=False).buffer)
+        return frames
 
     def _has_input(self) -> bool:
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
@@ -129,8 +146,9 @@ class _Socket:
     def _send_now(self, frames: Sequence[Buffer]) -> bool:
         """Send unless the socket would block; tells whether it was sent."""
         try:
-            large = any(len(frame) >= COPY_BELOW_BYTES for frame in frames)
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=not large)
+            for frame in frames[:-1]:
+                self._socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE, copy=buffer_bytes(frame) < COPY_BELOW_BYTES)
+            self._socket.send(frames[-1], zmq.NOBLOCK, copy=buffer_bytes(frames[-1]) < COPY_BELOW_BYTES)
         except zmq.Again:
             return False
         finally:
@@ -204,7 +222,7 @@ class ZmqDealer(_Socket):
         """Send as soon as there is a connection. The caller bounds the wait."""
         while not self._send_now(frames):
             await trio.sleep(RECONNECT_POLL_SECONDS)
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
 
     def try_send(self, frames: Sequence[Buffer]) -> bool:
         """Send if there is a connection now; tells whether it was sent."""
@@ -213,6 +231,8 @@ class ZmqDealer(_Socket):
 
 class ZeroMQ:
     """Sockets between real processes."""
+
+    shares_files = True
 
     def router(self, address: str, *, key: bytes | None) -> ZmqRouter:
         """Listen at `address`; see `ZmqRouter`."""

@@ -34,6 +34,9 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     body: msgspec.Raw
     # BLAKE3 of the payload; empty when there is none.
     payload: bytes = b""
+    # Which requests of the session still await replies: of the ids below the first, only those that follow it. Nobody
+    # will ever listen for a reply to another. Empty: nothing is said.
+    asking: tuple[int, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -57,14 +60,21 @@ def payload_digest(data: Buffer) -> bytes:
     return blake3(data).digest()
 
 
-def seal(session: str, id: int, body: msgspec.Struct, payload: Buffer | None, key: bytes | None) -> list[Buffer]:
+def seal(
+    session: str,
+    id: int,
+    body: msgspec.Struct,
+    payload: Buffer | None,
+    key: bytes | None,
+    asking: tuple[int, ...] = (),
+) -> list[Buffer]:
     """The frames of one message.
 
     Raises:
         MessageTooLarge: before anything is sent.
     """
     of_payload = b"" if payload is None else payload_digest(payload)
-    header = _encode(Envelope(PROTOCOL, session, id, msgspec.Raw(_encode(body)), of_payload))
+    header = _encode(Envelope(PROTOCOL, session, id, msgspec.Raw(_encode(body)), of_payload, asking))
     size = len(header) + (0 if payload is None else buffer_bytes(payload))
     if size > MAX_MESSAGE_BYTES:
         raise MessageTooLarge(

@@ -17,9 +17,10 @@ from typing import Any, Final
 
 import msgspec
 
-from streamrl_queue.config import Flow, Stage
+from streamrl_queue.config import ANY, Flow, Stage
 from streamrl_queue.events import (
     Committed,
+    Configured,
     Dropped,
     Ended,
     Event,
@@ -124,12 +125,12 @@ class Lives:
     """All rows, versions and steps, changed by `apply` alone.
 
     Args:
-        flow: decides what follows from the events; None when it is not known.
+        flow: decides what follows from the events, until one of them names another; None when it is not known.
         only: keep the group of this row and no other.
     """
 
     def __init__(self, flow: Flow | None, *, only: int | None = None) -> None:
-        self.flow = flow
+        self.flow: Flow | None = None
         self.rows: dict[int, Life] = {}
         self.versions: dict[int, VersionLife] = {}
         self.steps: list[StepLife] = []
@@ -137,15 +138,21 @@ class Lives:
         self.tasks = 0
         self.events: Counter[str] = Counter()
         self._only = only
-        self.first_stage = flow.stages[0].name if flow and flow.stages else "rollout"
-        self._stages: dict[str, Stage] = {stage.name: stage for stage in flow.stages} if flow else {}
-        writers = {column: stage.name for stage in self._stages.values() for column in stage.writes}
-        self._needs = {s.name: {writers[c] for c in s.reads if c in writers} for s in self._stages.values()}
+        self._configure(flow)
         # Group → its rows that are open; and the groups that were admitted.
         self._groups: defaultdict[int, list[Life]] = defaultdict(list)
         self._admitted: set[int] = set()
         # Lease → stage and session.
         self._leases: dict[int, tuple[str, str]] = {}
+
+    def _configure(self, flow: Flow | None) -> None:
+        self.flow = flow
+        self.first_stage = flow.stages[0].name if flow and flow.stages else "rollout"
+        self._stages: dict[str, Stage] = {stage.name: stage for stage in flow.stages} if flow else {}
+        writers = {column: stage.name for stage in self._stages.values() for column in stage.writes if column != ANY}
+        self._needs = {
+            s.name: {writers[c] for c in s.reads if c in writers} | {*s.after} for s in self._stages.values()
+        }
 
     def apply(self, event: Event, *, record: int | None = None, columns: Columns | None = None) -> None:
         """Fold one event.
@@ -188,6 +195,8 @@ class Lives:
                 self._retired(event, record)
             case Reconciled():
                 self._reconciled(event, record)
+            case Configured():
+                self._configure(event.flow)
 
     def _of(self, rows: Iterable[int]) -> list[tuple[int, Life]]:
         return [(line, life) for line, row in enumerate(rows) if (life := self.rows.get(row)) is not None]
@@ -208,15 +217,29 @@ class Lives:
                     key=key,
                     priority=event.priority,
                     moments=[Moment(at=event.at, event="born", record=record)],
-                    done=set(),
+                    done=set(event.filled),
                     leases={},
                     attempts={},
                     columns={},
                 )
-                _fill(life, columns, line)
+                self._bring(life, event, i * event.members + member)
+                _fill(life, columns, line + member if event.filled else line)
                 self.rows[life.row] = life
                 self._groups[life.group].append(life)
+                self._finish(life, event.at, record)
         self._settle(event.at, range(event.first_row, event.first_row + len(event.lines) * event.members), record)
+
+    @staticmethod
+    def _bring(life: Life, event: Put, number: int) -> None:
+        """What the columns say of stages that it was born with."""
+        if event.tokens:
+            life.tokens = event.tokens[number]
+            life.oldest_version = event.oldest[number] if event.oldest[number] >= 0 else None
+
+    def _finish(self, life: Life, at: float, record: int | None) -> None:
+        stages = self._stages_of(life)
+        if stages and all(stage.name in life.done for stage in stages):
+            self._end(life, at, "done", None, record)
 
     def _granted(self, event: Granted, record: int | None) -> None:
         self._admitted.update(event.admitted)
@@ -266,9 +289,7 @@ class Lives:
                 )
             )
         for _, life in written:
-            stages = self._stages_of(life)
-            if stages and all(stage.name in life.done for stage in stages):
-                self._end(life, event.at, "done", None, record)
+            self._finish(life, event.at, record)
         self._settle(event.at, event.rows, record)
 
     def _ended(self, event: Ended, record: int | None) -> None:
@@ -371,6 +392,7 @@ class Lives:
         for group in {life.group: life for _, life in self._of(rows)}:
             members = self._groups[group]
             for stage in self._stages_of(members[0]) if members else ():
+                members = self._groups[group]
                 small = stage.unit == "group" and 0 < len(members) < stage.min_members
                 if small and all(self._wants(stage, member) for member in members):
                     for member in tuple(members):
@@ -385,21 +407,25 @@ class Lives:
         )
 
     def state(self, life: Life) -> str:
-        """Where the row is: waiting, ready, leased, trained, done, dropped or dead; `open` when the flow is unknown."""
+        """Where the row is: waiting, ready, parked, leased, trained, done, dropped or dead; `open` when the flow is not
+        known.
+        """
         if life.end is not None:
             return life.end
         if life.leases:
             return "leased"
         if self.flow is None:
             return "open"
-        bound = self.flow.admission is not None and life.split == "train"
-        if bound and life.group not in self._admitted:
-            return "waiting"
-        for stage in self._stages_of(life):
-            asking = [life] if stage.unit == "row" else self._groups[life.group]
-            if all(self._wants(stage, member) for member in asking):
-                return "ready"
-        return "waiting"
+        asked = [stage for stage in self._stages_of(life) if self._asks(stage, life)]
+        if asked and all(stage.parks for stage in asked):
+            return "parked"
+        admitting = [stage for stage in self._stages_of(life) if stage.admits and stage.name not in life.done]
+        held_back = self.flow.admission is not None and life.split == "train" and bool(admitting)
+        return "ready" if asked and not (held_back and life.group not in self._admitted) else "waiting"
+
+    def _asks(self, stage: Stage, life: Life) -> bool:
+        asking = [life] if stage.unit == "row" else self._groups[life.group]
+        return all(self._wants(stage, member) for member in asking)
 
     def by_split(self) -> dict[str, dict[str, int]]:
         """How many rows are in which state, as `Statistics.by_split` says it."""

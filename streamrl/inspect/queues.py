@@ -56,8 +56,8 @@ def stats(name: str, key: Path | None, *, as_json: bool) -> int:
     console.print(conservation_table(conservation(counts)))
     lines = [(split, *(states.get(s, 0) for s in _STATES)) for split, states in counts.by_split.items()]
     print_table(console, ["split", *_STATES], lines, title="by split")
-    stages = [(stage, n.ready, n.leased, n.written) for stage, n in counts.stages.items()]
-    print_table(console, ["stage", "ready", "leased", "written"], stages, title="by stage")
+    stages = [(stage, n.ready, n.parked, n.leased, n.written) for stage, n in counts.stages.items()]
+    print_table(console, ["stage", "ready", "parked", "leased", "written"], stages, title="by stage")
     console.print(f"{'step':>10}  {counts.step}", highlight=False)
     committed = sum(version.committed for version in versions)
     console.print(
@@ -69,7 +69,7 @@ def stats(name: str, key: Path | None, *, as_json: bool) -> int:
     return 0
 
 
-_STATES = ("waiting", "ready", "leased", "trained", "done", "dropped", "dead")
+_STATES = ("waiting", "ready", "parked", "leased", "trained", "done", "dropped", "dead")
 
 
 def _stats_document(counts: Statistics, held: int, versions: Sequence[Version]) -> dict[str, Any]:
@@ -77,7 +77,8 @@ def _stats_document(counts: Statistics, held: int, versions: Sequence[Version]) 
         **conservation(counts),
         "by_split": counts.by_split,
         "stages": {
-            stage: {"ready": n.ready, "leased": n.leased, "written": n.written} for stage, n in counts.stages.items()
+            stage: {"ready": n.ready, "parked": n.parked, "leased": n.leased, "written": n.written}
+            for stage, n in counts.stages.items()
         },
         "step": counts.step,
         "version": counts.version,
@@ -231,7 +232,7 @@ def stand(journal: Path, flow: Flow | None) -> Rows:
     first, rows = 0, Rows(flow)
     if whole:
         first, data = whole[-1]
-        rows = snapshot.load(flow, data, now=0.0)
+        rows = snapshot.load(data, now=0.0)
     for entry in audit.events(journal):
         if entry.record >> 32 >= first:
             try:

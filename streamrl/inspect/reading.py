@@ -78,6 +78,12 @@ def _born(put: Put) -> range:
     return range(put.first_row, put.first_row + len(put.lines) * put.members)
 
 
+def _line(put: Put, number: int) -> int:
+    """The line that the put's row of this number, from 0, was born from."""
+    group, member = divmod(number, put.members)
+    return put.lines[group] + (member if put.filled else 0)
+
+
 def columns_of(entry: Entry, wanted: Collection[str] | None) -> Columns:
     """Values of the payload by column; `wanted` None: of all columns. Nothing when only the ledger has the event."""
     if not entry.payload or wanted == ():
@@ -111,7 +117,7 @@ def task_lines(journal: Path, rows: Collection[int]) -> dict[int, pa.RecordBatch
         event = entry.event
         if isinstance(event, Put):
             mine = [row for row in rows if row in _born(event)]
-            lines |= {row: event.lines[(row - event.first_row) // event.members] for row in mine}
+            lines |= {row: _line(event, row - event.first_row) for row in mine}
         elif isinstance(event, Moved) and event.stage == TASK:
             mine = [row for row in rows if row in event.rows]
         else:

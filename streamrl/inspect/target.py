@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl_queue import audit
-from streamrl_queue.config import Flow, QueueConfig, training_flow, work_flow
+from streamrl_queue.config import Flow
 from streamrl_queue.errors import ConfigError
-from streamrl_queue.events import Event, Granted, Written
+from streamrl_queue.events import Configured, Event
 
 from ..runtime.alone import served_address
 from ..runtime.rundir import RunDirectory
@@ -39,7 +39,7 @@ class Target:
         return self.address
 
     def flow(self) -> Flow | None:
-        """The stages that the journal's rows pass; None when they are nobody's that we know."""
+        """The stages that the journal's rows pass; None when it does not say."""
         if self.run is not None:
             from ..config import flow_of, load_file
 
@@ -51,12 +51,12 @@ class Target:
 
 
 def known_flow(events: Iterable[Event]) -> Flow | None:
-    """The flow whose stages the events name: that of the queue alone, the default one of training, or None."""
-    stages = {event.stage for event in events if isinstance(event, Granted | Written)}
-    for flow in (work_flow(), training_flow(QueueConfig(), rows_per_step=1)):
-        if stages <= {stage.name for stage in flow.stages}:
-            return flow
-    return None
+    """The flow that the rows pass: the one that the journal's broker was given last. None when an event is lost."""
+    flow = None
+    for event in events:
+        if isinstance(event, Configured):
+            flow = event.flow
+    return flow
 
 
 def find(name: str) -> Target:

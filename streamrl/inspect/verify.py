@@ -78,7 +78,7 @@ def examine(journal: Path, flow: Flow | None) -> Report:
         assert found.event is not None
         number = found.record >> 32
         if number != last and rows is not None and flow is not None and number in states:
-            report.faults += _disagree(f"snapshot {number}", snapshot.load(flow, states[number], now=0.0), rows)
+            report.faults += _disagree(f"snapshot {number}", snapshot.load(states[number], now=0.0), rows)
         last = number
         lives.apply(found.event, record=found.record)
         rows = _apply(rows, found, report)
@@ -132,11 +132,11 @@ def _unsound(rows: Rows, lives: Lives) -> list[str]:
 
 
 def _settled(by_split: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """Counts by state, with what waits and what is ready as one: which of the two is a matter of the moment."""
-    out = {}
+    """Counts by state, with what waits, is parked or ready as one: which of them is a matter of the moment."""
+    out, idle = {}, ("waiting", "ready", "parked")
     for split, states in sorted(by_split.items()):
-        idle = states.get("waiting", 0) + states.get("ready", 0)
-        out[split] = {s: n for s, n in sorted(states.items()) if s not in ("waiting", "ready")} | {"open": idle}
+        moving = {s: n for s, n in sorted(states.items()) if s not in idle}
+        out[split] = moving | {"open": sum(states.get(state, 0) for state in idle)}
     return out
 
 

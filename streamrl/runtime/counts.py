@@ -10,7 +10,7 @@ import msgspec
 
 from streamrl_queue import Statistics
 
-STATES = ("waiting", "leased", "ready", "trained", "done")
+STATES = ("waiting", "leased", "ready", "parked", "trained", "done")
 
 
 def totals(counts: Statistics) -> dict[str, int]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import pyarrow as pa
 
 from streamrl_queue import TransferQueue
-from streamrl_queue.errors import DeadlineExceeded
+from streamrl_queue.errors import DeadlineExceeded, LeaseExpired
 
 from .summary import Evaluation
 from .tasks import TaskSource
@@ -39,9 +40,11 @@ async def evaluate(
         if lease is not None:
             assert lease.batch is not None
             ids = lease.batch.column("row")
-            await queue.write(lease, pa.RecordBatch.from_arrays([ids], names=["row"]))
             found = zip(ids.to_pylist(), lease.batch.column("reward").to_pylist(), strict=True)
-            rewards += [reward for row, reward in found if row in wanted]
+            # When the lease has run out, the rows come again and count then.
+            with suppress(LeaseExpired):
+                await queue.write(lease, pa.RecordBatch.from_arrays([ids], names=["row"]))
+                rewards += [reward for row, reward in found if row in wanted]
         now_failed = await _lost(queue) - lost
         if lease is not None or now_failed > failed:
             failed, moved = now_failed, time.monotonic()

@@ -52,7 +52,9 @@ def print_status(name: str) -> int:
         console.print(members_table([m for m in membership.members if m.role != "status"]))
         console.print(conservation_table(conservation(counts)))
         for stage, at in counts.stages.items():
-            console.print(f"{stage:>10}  ready {at.ready}  leased {at.leased}  written {at.written}", highlight=False)
+            parked = f"  parked {at.parked}" if at.parked else ""
+            line = f"{stage:>10}  ready {at.ready}{parked}  leased {at.leased}  written {at.written}"
+            console.print(line, highlight=False)
 
     trio.run(ask)
     return 0

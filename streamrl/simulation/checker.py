@@ -130,6 +130,8 @@ class Checker:
         for lease in self.model.live.values():
             seconds = self.model.stages[lease.stage].seconds
             lease.earliest = lease.latest = now + seconds if seconds is not None else float("inf")
+        for group in self.model.alive.values():
+            group.since = dict.fromkeys(group.since, now)
         with self._judging():
             self._compare(full=True)
 
@@ -196,6 +198,8 @@ class Checker:
         if self._broker is None:
             return
         now = trio.current_time()
+        if late := self.model.overdue(now - TOLERANCE_SECONDS):
+            raise Broken("a group still waits for stragglers whose time is over", [row.id for row in late])
         for lease in self.model.live.values():
             if lease.latest + TOLERANCE_SECONDS < now:
                 raise Broken(f"lease {lease.id} of {lease.stage} should have run out at {lease.latest:.3f}", lease.rows)
@@ -334,7 +338,7 @@ class Checker:
             raise Broken(f"conservation: {error}") from error
         found = {f"{how} {reason}": n for how in ("dropped", "dead") for reason, n in getattr(statistics, how).items()}
         found |= {"done": statistics.done, "trained": statistics.trained, "leased": statistics.leased}
-        found["unleased"] = statistics.waiting + statistics.ready
+        found["unleased"] = statistics.waiting + statistics.ready + statistics.parked
         counts = self.model.counts()
         if statistics.tasks != len(self.model.rows) or {k: n for k, n in found.items() if n} != dict(counts):
             raise Broken(

@@ -57,6 +57,8 @@ class Group:
         self.id = id
         self.rows: list[Row] = []
         self.admitted = False
+        # Stage → since when enough members for it were there; only the rest is waited for.
+        self.since: dict[str, float] = {}
 
     @property
     def here(self) -> list[Row]:
@@ -74,7 +76,7 @@ class Lease:
         self.rows = set(event.rows)
         self.step = event.step
         self.earliest = self.latest = until
-        self.cause: e.EndCause | None = None
+        self.released: set[int] = set()
 
 
 class Version:
@@ -106,6 +108,8 @@ class Model:
         self.leases: dict[int, Lease] = {}
         self.live: dict[int, Lease] = {}
         self.versions: dict[int, Version] = {}
+        # Session → its last announcement that must not count, and since when.
+        self.fences: dict[str, tuple[int, float]] = {}
         self.version = 0
         self.step = 0
         self.retired_through = 0
@@ -119,6 +123,7 @@ class Model:
         # lease's: then a row may become stale although younger rows were held back for it.
         self.disturbed = False
         self.folds: dict[type[e.Event], Callable[..., Sequence[Group]]] = {
+            e.Configured: self._configured,
             e.Put: self._put,
             e.Granted: self._granted,
             e.Written: self._written,
@@ -130,6 +135,7 @@ class Model:
             e.Committed: self._committed,
             e.Retired: self._retired,
             e.Reconciled: self._reconciled,
+            e.Fenced: self._fenced,
         }
 
     def fold(self, event: e.Event, now: float, born: Sequence[int | None] = ()) -> Sequence[Group]:
@@ -142,6 +148,7 @@ class Model:
         )
         for group in groups:
             self._settle(group)
+        self.note_waits(groups, now)
         return groups
 
     # -- questions
@@ -164,6 +171,33 @@ class Model:
         """Whether all that is left of the group wants the group stage, or has passed it."""
         wanting = [row for row in group.here if self.wants(stage, row)]
         return bool(wanting) and all(row in wanting or stage.name in row.done for row in group.here)
+
+    def missing(self, stage: Stage, group: Group) -> list[Row]:
+        """Members that the group stage still lacks."""
+        name = stage.name
+        here = [row for row in group.here if row.step is None and name not in row.done and name not in row.held]
+        return [row for row in here if not self.wants(stage, row)]
+
+    def note_waits(self, groups: Iterable[Group], now: float) -> None:
+        """Start and stop the clocks of stragglers."""
+        for group in groups:
+            for stage in self.flow.stages:
+                missing = self.missing(stage, group)
+                enough = stage.partial is not None and len(group.here) - len(missing) >= stage.partial
+                if missing and enough and group.here and stage in self.stages_of(group.here[0]):
+                    group.since.setdefault(stage.name, now)
+                else:
+                    group.since.pop(stage.name, None)
+
+    def overdue(self, now: float) -> list[Row]:
+        """Members that should have been dropped by `now`."""
+        return [
+            row
+            for group in self.alive.values()
+            for name, since in group.since.items()
+            if since + (self.stages[name].straggler_seconds or 0.0) < now
+            for row in self.missing(self.stages[name], group)
+        ]
 
     def trained_at(self, step: int) -> int:
         """Rows trained in the steps up to `step` of the surviving history."""
@@ -199,6 +233,13 @@ class Model:
         return +found
 
     # -- events
+
+    def _configured(self, event: e.Configured, now: float) -> list[Group]:
+        if event.flow != self.flow:
+            raise Broken("the journal names another flow than the broker was given")
+        if self.rows or self.versions:
+            raise Broken("the flow was written again although it is the same")
+        return []
 
     def _put(self, event: e.Put, now: float) -> list[Group]:
         if again := [key for key in event.keys if key in self.keys]:
@@ -308,7 +349,8 @@ class Model:
     def _ended(self, event: e.Ended, now: float) -> list[Group]:
         lease = self._lease(event.lease, event.rows, f"end ({event.cause})")
         stage = self.stages[lease.stage]
-        lease.cause = event.cause
+        if event.cause == "released":
+            lease.released.update(event.rows)
         if event.cause == "expired" and now < lease.earliest - EPSILON:
             raise Broken(f"lease {lease.id} ran out {lease.earliest - now:.3f} s too early", event.rows)
         rows = [self._row(id) for id in event.rows]
@@ -331,8 +373,18 @@ class Model:
                 raise Broken(f"row {row.id} was dropped ({event.reason}) although it had ended: {row}", [row.id])
             if event.reason == "stale":
                 self._check_stale(row)
+            if event.reason == "straggler":
+                self._check_straggler(row, now)
             self._end(row, "dropped", event.reason)
         return _groups(rows)
+
+    def _check_straggler(self, row: Row, now: float) -> None:
+        waits = [self.stages[name] for name in row.group.since if row in self.missing(self.stages[name], row.group)]
+        late = [s for s in waits if now >= row.group.since[s.name] + (s.straggler_seconds or 0.0) - EPSILON]
+        if not late:
+            raise Broken(
+                f"row {row.id} was dropped as a straggler although nobody has waited for it long enough", [row.id]
+            )
 
     def _check_stale(self, row: Row) -> None:
         bound = self.flow.admission
@@ -417,6 +469,10 @@ class Model:
                     touched.append(self.rows[id])
         self.step = event.step
         return _groups(touched)
+
+    def _fenced(self, event: e.Fenced, now: float) -> list[Group]:
+        self.fences[event.session] = event.announced, now
+        return []
 
     # -- parts
 

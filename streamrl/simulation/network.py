@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -304,13 +305,14 @@ class _Inbox:
         self._messages.append(frames)
         self._arrived.set()
 
-    async def _next(self) -> list[Buffer]:
+    async def _next(self, deadline: float) -> list[Buffer] | None:
         if self._messages:
-            await trio.lowlevel.checkpoint()
-        while not self._messages:
-            self._arrived = trio.Event()
-            await self._arrived.wait()
-        return self._messages.popleft()
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        with trio.move_on_at(deadline):
+            while not self._messages:
+                self._arrived = trio.Event()
+                await self._arrived.wait()
+        return self._messages.popleft() if self._messages else None
 
 
 class SimRouter(_Inbox):
@@ -324,11 +326,12 @@ class SimRouter(_Inbox):
         self._network = network
         self._observer = observer
 
-    async def recv(self) -> list[Buffer]:
-        """The next message. Cancellation loses none."""
+    async def recv(self, deadline: float = math.inf) -> list[Buffer] | None:
+        """The next message; None when there is none until `deadline`. Cancellation loses none."""
         if self._observer and not self._messages:
             self._observer.idle()
-        return self._seen(await self._next())
+        frames = await self._next(deadline)
+        return None if frames is None else self._seen(frames)
 
     def try_recv(self) -> list[Buffer] | None:
         """The next message if one has already arrived."""
@@ -383,9 +386,13 @@ class SimDealer(_Inbox):
         self._network.transmit(self.link, frames, to_router=True)
         return True
 
-    async def recv(self) -> list[Buffer]:
-        """The next message. Cancellation loses none."""
-        return await self._next()
+    async def recv(self, deadline: float = math.inf) -> list[Buffer] | None:
+        """The next message; None when there is none until `deadline`. Cancellation loses none."""
+        return await self._next(deadline)
+
+    def try_recv(self) -> list[Buffer] | None:
+        """The next message if one has already arrived."""
+        return self._messages.popleft() if self._messages else None
 
     def __enter__(self) -> Self:
         return self
@@ -398,6 +405,8 @@ class SimDealer(_Inbox):
 
 class SimTransport:
     """The network as one process sees it: a `streamrl_queue.transport.Transport`."""
+
+    shares_files = False
 
     def __init__(self, network: Network, node: Node, observer: Observer | None) -> None:
         self._network = network

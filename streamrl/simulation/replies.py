@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+import trio
+
 from streamrl_queue import events as e
 from streamrl_queue import messages as m
 from streamrl_queue.batches import decode
 from streamrl_queue.transport import Buffer
 
 from .model import Broken, Model
+
+# The longest that a reply waits in the broker, behind a slow sync.
+ON_ITS_WAY_SECONDS: Final = 0.5
 
 
 def facts(event: e.Event) -> list[object]:
@@ -86,8 +91,8 @@ def release(model: Model, session: str, request: m.Release, reply: m.Receipt) ->
     lease = model.leases[request.lease]
     if held := set(reply.rows) & lease.rows:
         raise Broken(f"rows {sorted(held)} were given back, but lease {request.lease} still holds them", held)
-    if reply.rows and lease.cause != "released":
-        raise Broken(f"rows {reply.rows} were given back, which was taken for a loss: {lease.cause}", reply.rows)
+    if lost := set(reply.rows) - lease.released:
+        raise Broken(f"rows {sorted(lost)} were given back, which was taken for a loss", lost)
 
 
 def drop(model: Model, session: str, request: m.Drop, reply: m.Receipt) -> None:
@@ -122,6 +127,14 @@ def reconcile(model: Model, session: str, request: m.Reconcile, reply: m.Number)
         raise Broken(f"reconcile to step {request.step} was acknowledged; the step is {model.step}")
 
 
+def members(model: Model, session: str, request: m.Members, reply: m.Membership) -> None:
+    for member in reply.members:
+        announced, since = model.fences.get(member.session, (-1, 0.0))
+        # A reply may have been decided just before.
+        if member.ready and member.announced <= announced and since + ON_ITS_WAY_SECONDS < trio.current_time():
+            raise Broken(f"{member.name} is shown as ready, but its announcement {member.announced} was fenced")
+
+
 def refused_write(model: Model, session: str, request: m.WriteColumns, payload: Buffer, message: str) -> None:
     """A lease's holder is not sent away, nor is one that repeats a write."""
     lease = model.leases.get(request.lease)
@@ -130,7 +143,7 @@ def refused_write(model: Model, session: str, request: m.WriteColumns, payload: 
         known = [model.rows[id] for id in rows]
         if set(rows) <= lease.rows:
             raise Broken(f"the holder of lease {lease.id} was refused: {message}", rows)
-        if all(row.here and row.done.get(lease.stage) == lease.id for row in known):
+        if all(row.done.get(lease.stage) == lease.id for row in known):
             raise Broken(f"a repeated write to lease {lease.id} was refused: {message}", rows)
 
 
@@ -145,4 +158,5 @@ CHECKS: Final[dict[type, Callable[[Model, str, Any, Any], None]]] = {
     m.CommitStep: commit,
     m.Retire: retire,
     m.Reconcile: reconcile,
+    m.Members: members,
 }

@@ -14,14 +14,11 @@ from streamrl_agents.rewards import Scorer, run_reward_worker
 from streamrl_learners.advantage_worker import run_advantage_worker
 from streamrl_learners.config import Grpo
 from streamrl_producers.config import RolloutConfig
-from streamrl_producers.engines.fleet import EngineFleet, _Engine
-from streamrl_producers.engines.protocol import EngineReply as ProducerEngineReply
-from streamrl_producers.producer import RELEASE_SECONDS, Producer
+from streamrl_producers.producer import run_producer
 from streamrl_queue import TransferQueue
 from streamrl_queue.errors import LeaseExpired, QueueFull
 from streamrl_queue.nursery import open_nursery
-from streamrl_queue.rpc import RpcClient, RpcServer
-from streamrl_queue.transport import Transport
+from streamrl_queue.rpc import RpcServer
 
 from .learner import SimLearner
 from .network import Node
@@ -63,25 +60,8 @@ async def engine(world: World, node: Node) -> None:
         await made.announce()
 
 
-class SimFleet(EngineFleet):
-    """The producer's fleet; only its connections are made on the simulated network."""
-
-    transport: Transport
-
-    async def _connect(self, engine: _Engine) -> None:
-        endpoint = engine.member.endpoint
-        assert endpoint is not None
-        connection = RpcClient.connect(endpoint, ProducerEngineReply, transport=self.transport)
-        async with connection as client, trio.open_nursery() as nursery:
-            engine.client = client
-            self._notify()
-            nursery.start_soon(self._probe, engine, client)
-            await engine.closed.wait()
-            nursery.cancel_scope.cancel()
-
-
 async def producer(world: World, node: Node) -> None:
-    """What `run_producer` does, with a fleet on the simulated network."""
+    """Plays episodes on the engines of the simulated network."""
     s, rng = world.scenario, world.rng(node)
     config = RolloutConfig(
         concurrency=s.concurrency,
@@ -91,18 +71,9 @@ async def producer(world: World, node: Node) -> None:
         episode_seconds=60.0,
         slice_tokens=rng.choice((64, 512)),
     )
-    async with (
-        connected(world, node, "producer") as queue,
-        SimFleet.watch(queue, slice_tokens=config.slice_tokens) as fleet,
-    ):
-        assert isinstance(fleet, SimFleet)
-        fleet.transport = world.network.transport(node)
-        made = Producer(queue, fleet, AGENT, world.template, config)
-        try:
-            await made.run()
-        finally:
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + RELEASE_SECONDS):
-                await made.release("producer stops")
+    transport = world.network.transport(node)
+    async with connected(world, node, "producer") as queue:
+        await run_producer(queue, agent=AGENT, template=world.template, config=config, transport=transport)
 
 
 async def scorer(world: World, node: Node) -> None:

@@ -31,9 +31,8 @@ MESSAGE_FAULTS: Final[Mapping[str, float]] = {
     "duplicate": 0.01,
     "corrupt": 0.005,
     "delay": 0.01,
+    "replay": 0.01,
 }
-# Only by name: a replayed request can be granted rows that nobody asked for any more.
-BY_NAME: Final[Mapping[str, float]] = {**MESSAGE_FAULTS, "replay": 0.01}
 # Between two faults of processes, on average.
 FAULT_SECONDS: Final = 4.0
 MIXES: Final = ("all", "all", "all", "processes", "messages", "none")
@@ -84,6 +83,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     token_seconds: float
     step_seconds: float
     checkpoint_every: int
+    straggler_seconds: float | None
+    """How long a group waits for its last member; None: until it comes."""
     failing_share: float
     """Share of tasks whose environment raises."""
     poison_share: float
@@ -136,6 +137,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             token_seconds=rng.choice((0.01, 0.03)),
             step_seconds=rng.choice((0.3, 1.0, 2.0)),
             checkpoint_every=rng.choice((1, 2, 4)),
+            straggler_seconds=rng.choice((None, None, 2.0, 8.0)) if group > 2 else None,
             failing_share=rng.choice((0.0, 0.05)),
             poison_share=rng.choice((0.0, 0.01)),
             linger_seconds=rng.choice((0.5, 2.0)),
@@ -156,6 +158,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             scoring_seconds=self.scoring_seconds,
             max_deliveries=self.max_deliveries,
             session_seconds=self.session_seconds,
+            partial_members=self.group_size - 1 if self.straggler_seconds is not None else None,
+            straggler_seconds=self.straggler_seconds,
         )
         return training_flow(config, rows_per_step=self.rows_per_step)
 
@@ -170,7 +174,7 @@ def _faults(text: str) -> tuple[dict[str, float], Rates, float]:
         processes, messages = {}, {}
         for part in text.split(","):
             name, _, amount = part.partition("=")
-            kinds = ((processes, PROCESS_FAULTS), (messages, BY_NAME), (every, every))
+            kinds = ((processes, PROCESS_FAULTS), (messages, MESSAGE_FAULTS), (every, every))
             kind, usual = next(((k, u) for k, u in kinds if name in u), ({}, {}))
             if name not in usual:
                 raise ConfigError(f"--faults {name}: expected all, none, or some of {', '.join(_known())}")
@@ -184,4 +188,4 @@ def _faults(text: str) -> tuple[dict[str, float], Rates, float]:
 
 
 def _known() -> list[str]:
-    return [*PROCESS_FAULTS, *BY_NAME, "every"]
+    return [*PROCESS_FAULTS, *MESSAGE_FAULTS, "every"]

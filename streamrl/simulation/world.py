@@ -316,7 +316,10 @@ def _deterministic(seed: int) -> Iterator[None]:
     before = run._ALLOW_DETERMINISTIC_SCHEDULING, run._r.getstate()
     run._ALLOW_DETERMINISTIC_SCHEDULING = True
     run._r.seed(f"scheduler/{seed}")
-    loggers = [logging.getLogger(name) for name in ("streamrl_queue", "streamrl_producers", "streamrl_agents")]
+    loggers = [
+        logging.getLogger(name)
+        for name in ("streamrl_queue", "streamrl_producers", "streamrl_agents", "streamrl_learners")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

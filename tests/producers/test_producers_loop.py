@@ -319,10 +319,11 @@ def test_a_long_episode_keeps_its_lease(
 ) -> None:
     extended: list[int] = []
 
-    async def extend(self: TransferQueue, lease: Any) -> None:
+    async def extend(self: TransferQueue, lease: Any) -> tuple[int, ...]:
         extended.append(lease.id)
         if len(extended) == 3:
             enough.set()
+        return tuple(lease.ids)
 
     monkeypatch.setattr(TransferQueue, "extend", extend)
     monkeypatch.setattr(producer_module, "EXTENSIONS", 5000)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -184,8 +185,9 @@ class ForgetfulServer:
         self._known = False
         self._numbers = itertools.count(1)
 
-    def next_id(self) -> int:
-        return next(self._numbers)
+    @contextmanager
+    def asking(self) -> Iterator[int]:
+        yield next(self._numbers)
 
     async def exchange(self, request: object, payload: object, *, id: int, **options: object) -> tuple[m.Number, None]:
         self.ids.append(id)
@@ -213,11 +215,12 @@ def test_a_lost_session_is_no_answer_that_is_remembered(tmp_path: Path) -> None:
                 open_broker(flow(), tmp_path / "journal", bind=f"ipc://{tmp_path}/q.sock") as broker,
                 RpcClient.connect(broker.address, m.Reply, session="s") as client,
             ):
-                with pytest.raises(SessionLost):
-                    await client.exchange(m.BeginVersion(0, None), None, deadline=5.0, id=77)
-                await client.call(m.Hello("n", "r"), deadline=5.0)
-                reply, _ = await client.exchange(m.BeginVersion(0, None), None, deadline=5.0, id=77)
-                again, _ = await client.exchange(m.BeginVersion(0, None), None, deadline=5.0, id=77)
+                with client.asking() as id:
+                    with pytest.raises(SessionLost):
+                        await client.exchange(m.BeginVersion(0, None), None, deadline=5.0, id=id)
+                    await client.call(m.Hello("n", "r"), deadline=5.0)
+                    reply, _ = await client.exchange(m.BeginVersion(0, None), None, deadline=5.0, id=id)
+                    again, _ = await client.exchange(m.BeginVersion(0, None), None, deadline=5.0, id=id)
                 assert (reply, again) == (m.Number(1), m.Number(1))
 
     run_trio(test)

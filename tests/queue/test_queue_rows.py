@@ -73,9 +73,11 @@ class Driver:
 class Machine(RuleBasedStateMachine):
     """The invariants of the design as sentences; every rule is something a process may do at any moment."""
 
+    flow = flow()
+
     def __init__(self) -> None:
         super().__init__()
-        self.driver = Driver(flow())
+        self.driver = Driver(self.flow)
         self.granted: list[Granted] = []
         self.tasks = 0
         self.trained: dict[int, int] = {}
@@ -156,7 +158,7 @@ class Machine(RuleBasedStateMachine):
         for id in rows:
             assert id not in self.trained, "trained twice in the surviving history"
             row = self.rows.rows[id]
-            assert step - 1 - row.born <= STALENESS, "trained past the staleness bound"
+            assert row.born < 0 or step - 1 - row.born <= STALENESS, "trained past the staleness bound"
             self.trained[id] = step
         self.driver.do(self.rows.commit(0.0, session, step, rows))
         assert self.rows.commit(0.0, session, step, rows) is None
@@ -195,20 +197,24 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def broker_restarts_from_a_snapshot(self) -> None:
-        again = snapshot.load(self.rows.flow, snapshot.dump(self.rows), now=self.driver.now)
+        again = snapshot.load(snapshot.dump(self.rows), now=self.driver.now)
         assert picture(again) == picture(self.rows)
         self.driver.rows = again
+
+    def stale(self) -> int:
+        return self.rows.statistics().dropped.get("stale", 0)
 
     @invariant()
     def every_task_is_in_exactly_one_state(self) -> None:
         statistics = self.rows.statistics()
         statistics.check()
-        assert "stale" not in statistics.dropped, "with `wait`, whatever is started is trained in time"
+        assert self.stale() == 0, "with `wait`, whatever is started is trained in time"
         states = Counter(row.state for row in self.rows.rows.values())
         assert states == Counter(self.rows._state_of(row) for row in self.rows.rows.values())
         assert states["leased"] == statistics.leased
         assert states["ready"] == statistics.ready
         assert states["waiting"] == statistics.waiting
+        assert states["parked"] == statistics.parked
         assert statistics.trained == len(self.trained)
 
     @invariant()
@@ -219,6 +225,7 @@ class Machine(RuleBasedStateMachine):
             row.born
             for row in open_rows
             if row.split == "train" and row.born >= 0 and row.step is None and "learn" not in row.leases
+            if not row.outside
         )
         assert +rows._on_their_way == way
         assert rows.flow.waiting_rows - rows.room() == sum(row.unstarted for row in open_rows)
@@ -235,8 +242,10 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def ready_rows_can_be_found(self) -> None:
         for stage in self.rows.flow.stages:
-            found = {entry[2] for heap in self.rows._ready[stage.name].values() for entry in heap}
-            assert {row.id for row in self.rows.rows.values() if stage.name in row.ready} <= found
+            ready = sorted(row.id for row in self.rows.rows.values() if stage.name in row.ready)
+            assert sorted(row.id for row in self.rows.peek(stage.name, 1 << 31)) == ready
+            counted = self.rows.statistics().stages[stage.name]
+            assert (counted.parked, counted.ready)[not stage.parks] == len(ready)
 
     @invariant()
     def every_record_that_a_row_refers_to_is_counted(self) -> None:
@@ -252,12 +261,24 @@ class Machine(RuleBasedStateMachine):
 def picture(table: Table) -> object:
     """All that a restart must bring back."""
     rows = {
-        id: (row.group.id, row.born, row.step, row.places, row.writers, row.leases, row.attempts, row.ready, row.state)
+        id: (
+            row.born,
+            row.step,
+            row.places,
+            row.writers,
+            row.leases,
+            row.attempts,
+            {*row.ready},
+            row.state,
+            row.outside,
+        )
         for id, row in table.rows.items()
     }
     leases = {id: (lease.stage, lease.session, lease.rows, lease.step) for id, lease in table.leases.items()}
-    counts = +table._on_their_way, table._trained_through, table._step_rows, table.references
-    return rows, leases, table.statistics(), table.versions, table.keys, table.past_keys, counts
+    counts = +table._on_their_way, +table._from_outside, table._trained_through, table._step_rows, table.references
+    groups = {key: (group.id, group.first, group.admitted, {*group.waits}) for key, group in table.keys.items()}
+    order = {stage: [row.id for row in table._ready[stage].peek()] for stage in table.stages}
+    return rows, leases, table.statistics(), table.versions, groups, table.past_keys, counts, order
 
 
 TestRows = Machine.TestCase

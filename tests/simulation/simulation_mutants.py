@@ -16,9 +16,10 @@ from streamrl_queue import messages as m
 from streamrl_queue.broker import Broker
 from streamrl_queue.errors import LeaseExpired
 from streamrl_queue.journal import Journal
+from streamrl_queue.ready import ReadyQueue
 from streamrl_queue.rows import Rows
 from streamrl_queue.sessions import Sessions
-from streamrl_queue.state import Group, Lease, Row
+from streamrl_queue.state import Group, Lease, Line, Rank, Row
 from streamrl_queue.store import Store
 from streamrl_queue.table import Table
 
@@ -52,9 +53,9 @@ def mutant(
 
 
 expire, end_session, lease, commit, held = Rows.expire, Rows.end_session, Rows.lease, Rows.commit, Rows.held
-begin_version, release = Rows.begin_version, Rows.release
+begin_version, release, stragglers = Rows.begin_version, Rows.release, Rows.stragglers
 apply_granted, apply_ended, apply_reconciled = Table._apply_granted, Table._apply_ended, Table._apply_reconciled
-end, enqueue, record, recover, dump = Table._end, Table._enqueue, Store.record, Journal.recover, snapshot.dump
+end, push, record, recover, dump = Table._end, ReadyQueue.push, Store.record, Journal.recover, snapshot.dump
 broker_commit, broker_begin = Broker._commit, Broker._begin_version
 
 
@@ -64,8 +65,8 @@ def a_lease_is_not_expired_at_its_deadline(self: Rows, now: float, at: float) ->
 
 
 @mutant(Rows, "extend")
-def a_sign_of_life_is_ignored(self: Rows, now: float, session: str, lease_id: int) -> None:
-    self.held(lease_id, session)
+def a_sign_of_life_is_ignored(self: Rows, now: float, session: str, lease_id: int) -> tuple[int, ...]:
+    return self.held(lease_id, session)[1]
 
 
 @mutant(Rows, "end_session", faults="crash=1,every=2")
@@ -98,7 +99,7 @@ def admission_is_off_by_one_group(bound: Any, *, admitted: int, lost: int, train
     return admitted - lost <= trained + (bound.max_staleness + 1) * bound.rows_per_step
 
 
-@mutant(Rows, "_trained_at")
+@mutant(Rows, "trained_at")
 def admission_counts_steps_that_no_version_has(self: Rows, version: int) -> int:
     return self._trained_through[self.step]
 
@@ -168,10 +169,10 @@ def a_release_counts_as_a_lost_delivery(
     return msgspec.structs.replace(release(self, at, session, lease_id, rows, cause, reason), cause="fenced")
 
 
-@mutant(Table, "_enqueue")
-def rows_that_come_back_are_lost(self: Table, stage: Any, row: Row) -> None:
-    if stage.name not in row.attempts:
-        enqueue(self, stage, row)
+@mutant(ReadyQueue, "push")
+def rows_that_come_back_are_lost(self: ReadyQueue, line: Line, entry: Rank) -> None:
+    if self.name not in self._rows[entry[3]].attempts:
+        push(self, line, entry)
 
 
 @mutant(Table, "_make_group_ready")
@@ -229,14 +230,14 @@ def a_snapshot_forgets_deliveries(rows: Rows) -> bytes:
 
 @mutant(admission, "may_train", 1, faults="none")
 def a_straggler_is_overtaken_beyond_the_bound(
-    bound: Any, *, born: int, step: int, handed: int, on_their_way: Mapping[int, int]
+    bound: Any, *, born: int, step: int, handed: int, on_their_way: Mapping[int, int], outside: bool = False
 ) -> bool:
     return handed < bound.rows_per_step
 
 
 @mutant(admission, "may_train", 1, faults="none")
 def a_step_gets_too_many_rows(
-    bound: Any, *, born: int, step: int, handed: int, on_their_way: Mapping[int, int]
+    bound: Any, *, born: int, step: int, handed: int, on_their_way: Mapping[int, int], outside: bool = False
 ) -> bool:
     return True
 
@@ -254,6 +255,16 @@ def a_repeated_key_makes_a_second_group(self: Rows, key: str) -> int | None:
 @mutant(Table, "line")
 def free_rows_queue_behind_bound_ones(self: Table, stage: Any, row: Row) -> tuple[str, str]:
     return row.env, "free"
+
+
+@mutant(Rows, "stragglers", 2)
+def stragglers_are_waited_for_for_ever(self: Rows, now: float, at: float) -> Iterator[e.Dropped]:
+    return iter(())
+
+
+@mutant(Rows, "stragglers", 2)
+def a_straggler_is_dropped_while_it_has_time_left(self: Rows, now: float, at: float) -> Iterator[e.Dropped]:
+    return stragglers(self, now + 1.0, at)
 
 
 @mutant(Broker, "_look_again")

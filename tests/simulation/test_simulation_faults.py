@@ -48,7 +48,7 @@ def test_a_partition_and_a_slow_process_are_survived() -> None:
     assert result.faults["cut"] >= 1
 
 
-@pytest.mark.parametrize("fault", ["lose", "drop", "duplicate", "corrupt", "delay"])
+@pytest.mark.parametrize("fault", ["lose", "drop", "duplicate", "corrupt", "delay", "replay"])
 def test_messages_may_be_lost_repeated_and_damaged(fault: str) -> None:
     result = run(faults=f"{fault}=0.03")
     assert result.faults[fault if fault != "delay" else "slow"] > 0

@@ -12,6 +12,8 @@ import pytest
 import trio
 
 from streamrl import cli
+from streamrl.inspect.reading import fold
+from streamrl.inspect.target import find
 from streamrl.runtime.alone import read_key
 from streamrl_queue import TransferQueue
 from streamrl_queue.errors import ConfigError
@@ -52,6 +54,20 @@ def test_rows_put_into_a_broker_alone_are_there_after_it_was_started_again(tmp_p
     process, address = start(tmp_path)
     assert trio.run(take, address) == [1.0, 2.0]
     assert end(process, signal.SIGINT) == 0
+
+
+def test_rows_of_stages_that_nobody_has_leased_yet_are_known_to_be_unfinished(tmp_path: Path) -> None:
+    async def work(address: str) -> None:
+        async with TransferQueue.connect(address) as queue:
+            await queue.put(pa.RecordBatch.from_pydict({"x": [1.0, 2.0]}))
+            lease = await queue.lease("first", rows=1)
+            assert lease is not None
+            await queue.write(lease, pa.RecordBatch.from_pydict({"row": pa.array(lease.ids, pa.uint64()), "y": [1]}))
+
+    process, address = start(tmp_path, "--stages", "first,second")
+    trio.run(work, address)
+    end(process, signal.SIGKILL)
+    assert fold(tmp_path, find(str(tmp_path)).flow()).by_split() == {"train": {"ready": 2}}
 
 
 def test_a_public_address_without_a_key_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def test_stats_from_the_broker_and_from_its_journal_are_the_same(
     assert second.pop("journal_bytes") > 0
     assert first == second
     assert (first["tasks"], first["trained"], first["ready"], first["version"], first["step"]) == (12, 8, 0, 3, 2)
-    assert first["stages"]["rollout"] == {"ready": 4, "leased": 0, "written": 8}
+    assert first["stages"]["rollout"] == {"ready": 4, "parked": 0, "leased": 0, "written": 8}
     assert cli.main(["queue", "stats", str(tmp_path / "journal")]) == 0
     assert "3 (after 2 steps); 3 begun, 3 committed" in capsys.readouterr().out
 

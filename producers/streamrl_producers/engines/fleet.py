@@ -21,6 +21,7 @@ import trio
 from streamrl_queue.errors import DeadlineExceeded, EngineError, TransportError
 from streamrl_queue.nursery import open_nursery
 from streamrl_queue.rpc import RpcClient
+from streamrl_queue.transport import ZEROMQ, Transport
 
 from .protocol import EngineReply, Generate, Generated, GenerateReply, Health, Sampling
 
@@ -73,8 +74,16 @@ class FleetStatistics(msgspec.Struct, frozen=True):
 class EngineFleet:
     """Generates on whichever engines are members of the queue. Open it with `watch`."""
 
-    def __init__(self, queue: TransferQueue, nursery: trio.Nursery, key: bytes | None, slice_tokens: int) -> None:
+    def __init__(
+        self,
+        queue: TransferQueue,
+        nursery: trio.Nursery,
+        key: bytes | None,
+        slice_tokens: int,
+        transport: Transport = ZEROMQ,
+    ) -> None:
         self._queue, self._nursery, self._key, self._slice = queue, nursery, key, slice_tokens
+        self._transport = transport
         self._engines: dict[str, _Engine] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._changed = trio.Event()
@@ -83,11 +92,16 @@ class EngineFleet:
     @classmethod
     @asynccontextmanager
     async def watch(
-        cls, queue: TransferQueue, *, key: bytes | None = None, slice_tokens: int = 512
+        cls,
+        queue: TransferQueue,
+        *,
+        key: bytes | None = None,
+        slice_tokens: int = 512,
+        transport: Transport = ZEROMQ,
     ) -> AsyncIterator[EngineFleet]:
-        """A fleet that follows the queue's members of role `engine`."""
+        """A fleet that follows the queue's members of role `engine` and reaches them by `transport`."""
         async with open_nursery() as nursery:
-            fleet = cls(queue, nursery, key, slice_tokens)
+            fleet = cls(queue, nursery, key, slice_tokens, transport)
             nursery.start_soon(fleet._follow)
             yield fleet
             nursery.cancel_scope.cancel()
@@ -225,7 +239,8 @@ class EngineFleet:
     async def _connect(self, engine: _Engine) -> None:
         endpoint = engine.member.endpoint
         assert endpoint is not None
-        async with RpcClient.connect(endpoint, EngineReply, key=self._key) as client, open_nursery() as nursery:
+        connection = RpcClient.connect(endpoint, EngineReply, key=self._key, transport=self._transport)
+        async with connection as client, open_nursery() as nursery:
             engine.client = client
             self._notify()
             nursery.start_soon(self._probe, engine, client)

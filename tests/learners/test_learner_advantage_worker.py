@@ -1,0 +1,52 @@
+"""The advantage worker outlives the loss of its leases."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pyarrow as pa
+import pytest
+import trio
+
+from streamrl_learners.advantage_worker import run_advantage_worker
+from streamrl_learners.config import Grpo
+from streamrl_queue import Lease, TransferQueue
+from streamrl_queue.batches import RowKeys
+from streamrl_queue.errors import LeaseExpired
+
+
+class SlowQueue:
+    """Hands out two groups; the lease on the first has run out before its advantages are written."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+        self._lease = 0
+
+    def report(self, activity: str | None = None, **gauges: float) -> None:
+        pass
+
+    async def lease(self, stage: str, **options: Any) -> Lease:
+        self._lease += 1
+        if self._lease > 2:
+            await trio.sleep_forever()
+        ids = [2 * self._lease, 2 * self._lease + 1]
+        keys = tuple(RowKeys(row, self._lease, i, 1, "train", 3) for i, row in enumerate(ids))
+        batch = pa.RecordBatch.from_pydict({"row": ids, "group": [self._lease] * 2, "reward": [0.0, 1.0]})
+        return Lease(self._lease, stage, keys, 60.0, 1, 0, batch)
+
+    async def write(self, lease: Lease, batch: pa.RecordBatch) -> None:
+        if lease.id == 1:
+            raise LeaseExpired("lease 1 is over")
+        self.written += batch.column("row").to_pylist()
+
+
+def test_a_lease_that_ran_out_costs_the_worker_nothing_but_its_work(caplog: pytest.LogCaptureFixture) -> None:
+    queue = SlowQueue()
+
+    async def body() -> None:
+        with trio.move_on_after(0.2):
+            await run_advantage_worker(cast(TransferQueue, queue), Grpo())
+
+    trio.run(body)
+    assert queue.written == [4, 5]
+    assert "lease 1 is over" in caplog.text
