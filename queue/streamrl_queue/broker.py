@@ -15,8 +15,9 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -68,7 +69,8 @@ ROW_TYPE: Final = KEY_COLUMNS.field("row").type
 _decode_request = msgspec.msgpack.Decoder(m.Request | Forget).decode
 
 
-class Asked(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Asked:
     """One request and where its reply goes."""
 
     peer: bytes
@@ -78,6 +80,8 @@ class Asked(NamedTuple):
     payload: Buffer
     digest: bytes
     deadline: float
+    # Of a put that waits: the rows it needs room for, when somebody last looked.
+    fresh: int = 0
 
 
 class Broker:
@@ -232,9 +236,9 @@ class Broker:
 
     def _is_waiting(self, asked: Asked) -> bool:
         """Whether this request is a repetition of one that waits; then its reply goes to the new peer."""
-        for i, other in enumerate(self._waiting):
+        for other in self._waiting:
             if other.session == asked.session and other.id == asked.id:
-                self._waiting[i] = other._replace(peer=asked.peer)
+                other.peer = asked.peer
                 return True
         return False
 
@@ -333,6 +337,8 @@ class Broker:
         now = self._clock()
         # What was asked in vain: stage, environment and step → the fewest rows.
         vain: dict[tuple[str, str | None, int | None], int] = {}
+        # Splits whose first put still waits: puts of one split go in order.
+        full: set[str] = set()
         touched = self.rows.touched
         self.rows.touched = set()
         moved = self.sessions.epoch != self._seen_epoch
@@ -345,8 +351,9 @@ class Broker:
             match asked.request:
                 case m.LeaseRows(stage=stage, env=env, step=step, at_least=n):
                     worth = stage in touched and n < vain.get((stage, env, step), n + 1)
-                case m.PutTasks():
-                    worth = freed
+                case m.PutTasks(split=split):
+                    worth = freed and split not in full and asked.fresh <= room[0]
+                    full.add(split)
                 case _:
                     worth = moved
             if (worth or late) and self._handle(asked):
@@ -435,6 +442,7 @@ class Broker:
                 f"{self.rows.flow.waiting_rows}; put fewer at once"
             )
         fresh = self.rows.fresh(ask.keys) * ask.members
+        asked.fresh = 0 if ask.filled else fresh
         full = self._is_full(fresh, len(asked.payload), rolled_out=bool(ask.filled))
         full = full or (self._is_behind(asked) if fresh else None)
         if full is not None:
@@ -499,23 +507,24 @@ class Broker:
         if (before := self.rows.granted(asked.session, asked.id)) is not None:
             return self._grant(before.id, sorted(before.rows), ask)
         late = self._is_late(asked)
-        events = self.rows.lease(
-            self._wall(),
-            asked.session,
-            ask.stage,
-            rows=min(ask.rows, MOST_LEASED),
-            at_least=1 if late else ask.at_least,
-            env=ask.env,
-            step=ask.step,
-            request=asked.id,
-            keys=ask.keys,
-        )
-        for event in events:
+        while True:
+            event = self.rows.lease(
+                self._wall(),
+                asked.session,
+                ask.stage,
+                rows=min(ask.rows, MOST_LEASED),
+                at_least=1 if late else ask.at_least,
+                env=ask.env,
+                step=ask.step,
+                request=asked.id,
+                keys=ask.keys,
+            )
             self.store.record(event)
-        granted = next((event for event in events if isinstance(event, Granted)), None)
-        if granted is not None:
-            return self._grant(granted.lease, granted.rows, ask)
-        return m.Grant(0, ask.stage, (), None, 0, 0) if late else None
+            match event:
+                case None:
+                    return m.Grant(0, ask.stage, (), None, 0, 0) if late else None
+                case Granted():
+                    return self._grant(event.lease, event.rows, ask)
 
     def _grant(self, lease: int, ids: Sequence[int], ask: m.LeaseRows) -> tuple[msgspec.Struct, Buffer | None]:
         stage = self.rows.stage(ask.stage)

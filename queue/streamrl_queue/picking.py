@@ -15,14 +15,13 @@ from .state import UNBORN, Row
 class Pick:
     """Rows for one lease. Nothing is changed: the caller grants them, or forgets them."""
 
-    def __init__(self, table: Standing, stage: Stage, step: int | None, skip: frozenset[int]) -> None:
+    def __init__(self, table: Standing, stage: Stage, step: int | None) -> None:
         self.rows: dict[int, Row] = {}
         # Groups that the lease admits.
         self.admitted: dict[int, None] = {}
         self._table = table
         self._stage = stage
         self._step = step
-        self._skip = skip
         # Of the rows: those that the bound counts; and the rows on their way without them.
         self._bound = 0
         self._left = Counter(table._on_their_way)
@@ -34,10 +33,9 @@ class Pick:
         free = table.flow.admission is None or not (stage.admits or stage.trains)
         queue = table._ready[stage.name]
         for row in queue.take(env, self._is_wanted if free else self._may_take, self._tokens):
-            if row.id not in self._skip:
-                self._add(row)
-                if len(self.rows) >= rows:
-                    break
+            self._add(row)
+            if len(self.rows) >= rows:
+                break
 
     def _is_wanted(self, row: Row) -> bool:
         return True
@@ -59,7 +57,7 @@ class Pick:
 
     def _may_take(self, row: Row) -> bool:
         bound = self._table.flow.admission
-        if bound is None or row.id in self._skip:
+        if bound is None:
             return True
         if self._stage.admits:
             return not row.bound or self._may_start(bound, row)

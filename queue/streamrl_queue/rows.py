@@ -24,7 +24,6 @@ from .events import (
     Dropped,
     EndCause,
     Ended,
-    Event,
     Fenced,
     Granted,
     Put,
@@ -137,11 +136,11 @@ class Rows(Table):
         step: int | None = None,
         request: int = 0,
         keys: Sequence[str] | None = None,
-    ) -> list[Event]:
-        """The grant of up to `rows` ready rows, or no grant when fewer than `at_least` are ready.
+    ) -> Granted | Dropped | None:
+        """The grant of up to `rows` ready rows; None when fewer than `at_least` are ready.
 
-        Rows that would pass the staleness bound are dropped on the way, by an event of their own. Of a stage that
-        parks: the grant of all rows of the groups with these `keys`.
+        Rows that would pass the staleness bound are dropped first: then this is their end, which may end others, and
+        the caller asks again. Of a stage that parks: the grant of all rows of the groups with these `keys`.
         """
         stage = self.stage(stage_name)
         if stage.trains and step != self.step + 1:
@@ -155,19 +154,19 @@ class Rows(Table):
         if keys is not None:
             found = parked(self, stage, keys)
             ids = tuple(row.id for row in found)
-            return [self._grant(at, stage, session, ids, (), step, request)] if ids else []
-        gone = stale(self, stage, step)
-        events: list[Event] = [Dropped(at, gone, "stale")] if gone else []
+            return self._grant(at, stage, session, ids, (), step, request) if ids else None
+        if gone := stale(self, stage, step):
+            return Dropped(at, gone, "stale")
         # Of few ready rows none is looked at; the count may be of rows that may not go, never of too few.
-        if self._stage_counts[stage.name]["ready"] - len(gone) < at_least:
-            return events
-        pick = Pick(self, stage, step, frozenset(gone))
+        if self._stage_counts[stage.name]["ready"] < at_least:
+            return None
+        pick = Pick(self, stage, step)
         pick.fill(rows, env)
         if not pick.rows and at_least <= 1:
             pick.fill_gap(env)
-        if len(pick.rows) >= max(at_least, 1):
-            events.append(self._grant(at, stage, session, tuple(pick.rows), tuple(pick.admitted), step, request))
-        return events
+        if len(pick.rows) < max(at_least, 1):
+            return None
+        return self._grant(at, stage, session, tuple(pick.rows), tuple(pick.admitted), step, request)
 
     def _grant(
         self,

@@ -238,7 +238,10 @@ class Checker:
                 known.open = True
                 known.latest = until
             case m.Heartbeat() if known and known.open:
-                known.earliest = known.latest = until
+                known.latest = until
+                # One that comes again may be a copy of one that is over, which is no sign of life.
+                if not again:
+                    known.earliest = until
             case m.Bye() if known and not again:
                 known.leaving = True
             case m.EndSession(name=name) if not again:

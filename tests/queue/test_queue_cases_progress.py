@@ -184,7 +184,7 @@ def test_rows_whose_grant_the_disk_refused_are_the_next_to_be_granted() -> None:
     driver = Driver(training_flow(QueueConfig(), rows_per_step=8))
     driver.publish(0)
     driver.put("a", "b")
-    (refused,) = driver.rows.lease(0.0, "s", "rollout", rows=4)
+    refused = driver.rows.lease(0.0, "s", "rollout", rows=4)
     assert isinstance(refused, Granted)
     again = driver.lease("rollout", rows=4)
     assert again

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from streamrl_queue import snapshot
-from streamrl_queue.config import Flow, QueueConfig, training_flow
+from streamrl_queue.config import Admission, Flow, QueueConfig, Stage, training_flow
 from streamrl_queue.errors import LeaseExpired, QueueError, StepConflict, VersionConflict
-from streamrl_queue.events import Event, Granted
+from streamrl_queue.events import Dropped, Event, Granted
 from streamrl_queue.rows import Rows
 from streamrl_queue.table import Table
 
@@ -48,9 +48,10 @@ class Driver:
         self.do(event)
 
     def lease(self, stage: str, rows: int = 100, session: str = "s", step: int | None = None) -> Granted | None:
-        events = self.rows.lease(0.0, session, stage, rows=rows, step=step)
-        self.do(*events)
-        return next((event for event in events if isinstance(event, Granted)), None)
+        while isinstance(event := self.rows.lease(0.0, session, stage, rows=rows, step=step), Dropped):
+            self.do(event)
+        self.do(event)
+        return event
 
     def write(self, lease: Granted, rows: tuple[int, ...] | None = None) -> None:
         rows = lease.rows if rows is None else rows
@@ -454,8 +455,40 @@ def test_a_refused_decision_changes_nothing() -> None:
     ):
         with pytest.raises(QueueError):
             refuse()
-    assert driver.rows.lease(0.0, "s", "rollout", rows=8, at_least=100) == []
+    assert driver.rows.lease(0.0, "s", "rollout", rows=8, at_least=100) is None
     assert picture(driver.rows) == before
     lease = driver.lease("rollout", rows=12)
     assert lease
     assert lease.rows == tuple(range(1, 13))
+
+
+def test_a_stale_row_that_ends_its_group_takes_nothing_out_of_a_grant() -> None:
+    """Beside the learner a group stage runs, whose groups are too small without any one of their members."""
+    stages = (
+        Stage(name="rollout", writes=("tokens",), admits=True),
+        Stage(name="compare", reads=("tokens",), writes=("rank",), unit="group", min_members=MEMBERS),
+        Stage(name="learn", reads=("tokens",), trains=True, seconds=None),
+    )
+    bound = Admission(max_staleness=0, rows_per_step=2 * MEMBERS, on_stale="drop")
+    driver = Driver(Flow(stages=stages, admission=bound))
+    driver.publish(0)
+    driver.put("a", "b")
+    both = driver.lease("rollout")
+    assert both
+    assert len(both.rows) == 2 * MEMBERS
+    first, *rest = both.rows[:MEMBERS]
+    driver.do(driver.rows.release(0.0, "s", both.lease, rest, "released", "test"))
+    driver.write(both, (first, *both.rows[MEMBERS:]))
+    step = driver.lease("learn", step=1)
+    assert step
+    driver.do(driver.rows.release(0.0, "s", step.lease, [first], "released", "test"))
+    driver.do(driver.rows.commit(0.0, "s", 1, both.rows[MEMBERS:]))
+    driver.publish(1)
+    late = driver.lease("rollout")
+    assert late
+    assert late.rows == tuple(rest)
+    driver.write(late)
+    assert driver.lease("learn", step=2) is None, "all of group a went with its stale row"
+    statistics = driver.rows.statistics()
+    statistics.check()
+    assert statistics.dropped == {"stale": 1, "group_too_small": MEMBERS - 1}

@@ -212,10 +212,10 @@ def feedback_flow(on_stale: str = "wait", rows_per_step: int = ROWS_PER_STEP) ->
 
 
 def give_feedback(driver: Timed, *keys: str) -> None:
-    events = driver.rows.lease(0.0, "human", "feedback", keys=keys)
-    driver.do(*events)
-    assert isinstance(events[0], Granted)
-    driver.write(events[0])
+    event = driver.rows.lease(0.0, "human", "feedback", keys=keys)
+    driver.do(event)
+    assert isinstance(event, Granted)
+    driver.write(event)
 
 
 def test_rows_are_born_behind_the_stages_that_are_filled() -> None:
@@ -371,7 +371,7 @@ def test_parked_rows_are_handed_out_by_key_alone() -> None:
         driver.lease("feedback")
     with pytest.raises(UnknownName, match="keys are for stages that park"):
         driver.rows.lease(0.0, "s", "rollout", keys=["a"])
-    (grant,) = driver.rows.lease(0.0, "s", "feedback", keys=["b", "b"])
+    grant = driver.rows.lease(0.0, "s", "feedback", keys=["b", "b"])
     assert isinstance(grant, Granted)
     assert grant.rows == (3, 4)
     driver.do(grant)
@@ -396,7 +396,7 @@ def test_a_key_whose_rows_are_still_on_their_way_is_waited_for() -> None:
     lease = driver.lease("rollout")
     assert lease
     driver.write(lease, lease.rows[:2])
-    assert driver.rows.lease(0.0, "human", "feedback", keys=["a"]) == []
+    assert driver.rows.lease(0.0, "human", "feedback", keys=["a"]) is None
     driver.write(lease, lease.rows[2:])
     assert driver.rows.lease(0.0, "human", "feedback", keys=["a"])
 

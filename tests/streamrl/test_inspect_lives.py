@@ -197,7 +197,7 @@ def play(rng: random.Random, rows: Rows, steps: int, record: Callable[[Event], N
                 case 1 | 2 | 3 | 4:
                     stage = rng.choice(list(rows.stages.values()))
                     session = f"s{rng.randrange(3)}"
-                    apply(*rows.lease(at, session, stage.name, rows=6, step=step if stage.trains else None))
+                    apply(rows.lease(at, session, stage.name, rows=6, step=step if stage.trains else None))
                 case 5 | 6 | 7 if lease and rows.stages[lease.stage].trains:
                     apply(rows.commit(at, lease.session, step, tuple(lease.rows)))
                 case 5 | 6 | 7 if lease:
