@@ -457,9 +457,11 @@ class Broker:
             each = "row, which `filled` makes a line" if ask.filled else "line"
             raise SchemaError(f"put: expected {lines} lines for {len(ask.keys)} keys, one {each}; got {len(batch)}")
         stages = [self.rows.stage(name) for name in ask.filled]
-        check(batch, (name for stage in stages for name in stage.writes if name != ANY), "put")
-        oldest, tokens = _tokens_of(batch, self.rows.versions) if ask.filled else ((), ())
-        envs = batch.column("env").to_pylist() if "env" in batch.schema.names else [""] * len(batch)
+        check(
+            batch, (name for stage in stages for name in stage.writes if name != ANY), "put", training=self.rows.trains
+        )
+        oldest, tokens = self._tokens_of(batch) if ask.filled else ((), ())
+        envs = _envs_of(batch)
         event, rows, duplicates = self.rows.put(
             self._wall(),
             ask.keys,
@@ -575,14 +577,15 @@ class Broker:
             return m.Receipt(rows, len(rows), self.store.journal.durability)
         lease, _ = self.rows.held(lease_id, asked.session, rows)
         stage = self.rows.stages[lease.stage]
-        check(batch, (name for name in stage.writes if name != ANY), f"write to {stage.name}")
+        required = (name for name in stage.writes if name != ANY)
+        check(batch, required, f"write to {stage.name}", training=self.rows.trains)
         foreign = set(batch.schema.names) - {"row", *stage.writes}
         if foreign and ANY not in stage.writes:
             written = ", ".join(stage.writes) or "nothing; a batch of `row` alone ends the lease"
             raise SchemaError(
                 f"write to {stage.name}: it does not write {', '.join(sorted(foreign))}; it writes {written}"
             )
-        event = self.rows.write(self._wall(), asked.session, lease_id, rows, *_tokens_of(batch, self.rows.versions))
+        event = self.rows.write(self._wall(), asked.session, lease_id, rows, *self._tokens_of(batch))
         self.store.record(event, asked.payload, asked.digest)
         return m.Receipt(rows, 0, self.store.journal.durability)
 
@@ -648,8 +651,21 @@ class Broker:
 
     # -- columns
 
+    def _tokens_of(self, batch: pa.RecordBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return _tokens_of(batch, self.rows.versions) if self.rows.trains else ((), ())
+
     def _keys(self, row: Row, stage: str) -> RowKeys:
         return RowKeys(row.id, row.group.id, row.member, row.attempts.get(stage, 0), row.split, row.tokens)
+
+
+def _envs_of(batch: pa.RecordBatch) -> list[str]:
+    """The environment of every line, by which leases may choose; empty where a batch names none."""
+    if "env" not in batch.schema.names:
+        return [""] * len(batch)
+    column = batch.column("env")
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)) or column.null_count:
+        raise SchemaError(f"put: column env: expected strings without nulls, got {column.type}; name it otherwise")
+    return column.to_pylist()  # type: ignore[no-any-return]
 
 
 def _tokens_of(batch: pa.RecordBatch, versions: Mapping[int, Version]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -21,7 +21,7 @@ from .errors import DeadlineExceeded, JournalError, SchemaError, SessionLost
 from .mapped import MappedJournal, host
 from .nursery import open_nursery
 from .rpc import RpcClient
-from .schema import Task, check, task_batch
+from .schema import Task, task_batch
 from .state import Statistics, Version
 from .transport import ZEROMQ, Transport
 
@@ -265,7 +265,6 @@ class TransferQueue:
             number = next(self._puts)
             groups = len(batch) // members if filled else len(batch)
             keys = [f"{self.session}/{number}/{line}" for line in range(groups)]
-        check(batch, (), "put")
         ask = m.PutTasks(tuple(keys), members, split, priority, sources, wait, tuple(filled))
         receipt, _ = await self._exchange(ask, encode(batch), wait)
         return receipt  # type: ignore[no-any-return]

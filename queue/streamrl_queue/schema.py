@@ -288,11 +288,12 @@ def segments(column: pa.Array) -> list[tuple[Segment, ...]]:
     return [tuple(Segment(s["start"], s["end"]) for s in row) for row in column.to_pylist()]
 
 
-def check(batch: pa.RecordBatch, required: Iterable[str], where: str) -> None:
-    """Check a batch at the border: columns, types, nulls, parallel arrays, finite rewards.
+def check(batch: pa.RecordBatch, required: Iterable[str], where: str, *, training: bool) -> None:
+    """Check a batch at the border: columns; in a training flow also types, nulls, parallel arrays, finite rewards.
 
-    `required` are the names that must be there beside `row`; known names must have their declared type, other
-    names may have any. `where` names the batch in the error.
+    `required` are the names that must be there beside `row`. Where rows are trained, known names must have their
+    declared type and other names may have any; a queue used alone gives no name a meaning. `where` names the batch
+    in the error.
 
     Raises:
         SchemaError, RewardError: naming the column, what was expected and what came.
@@ -303,6 +304,11 @@ def check(batch: pa.RecordBatch, required: Iterable[str], where: str) -> None:
     missing = sorted(set(required) - names)
     if missing:
         raise SchemaError(f"{where}: missing column {', '.join(missing)}; got {', '.join(sorted(names))}")
+    if training:
+        _check_meaning(batch, names, where)
+
+
+def _check_meaning(batch: pa.RecordBatch, names: set[str], where: str) -> None:
     for field in batch.schema:
         known = KNOWN_COLUMNS.get(field.name)
         if known is None:

@@ -130,6 +130,11 @@ class Standing:
             raise UnknownName(f"stage: no stage {name!r}; the stages are {', '.join(self.stages)}")
         return self.stages[name]
 
+    @property
+    def trains(self) -> bool:
+        """Whether some stage trains rows: then the columns of trajectories, rewards and advantages mean just that."""
+        return bool(self._trains)
+
     def version_step(self, version: int) -> int:
         """The optimizer step after which `version` was made; 0 when there is no such version."""
         return self.versions[version].step if version in self.versions else 0

@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from streamrl_queue import Broker, Flow, Stage, TransferQueue, open_broker
-from streamrl_queue.errors import JournalError
+from streamrl_queue.errors import JournalError, SchemaError
 from streamrl_queue.nursery import run as run_trio
 from streamrl_queue.schema import arrays
 
@@ -159,5 +159,28 @@ def test_a_record_put_by_a_client_far_away_and_one_moved_are_read_in_place(tmp_p
             found = await q.near.fetch([1, 2], ["ids", "weights", "text"])
             assert maps(q.near)
             assert found.select(["ids", "weights", "text"]).equals(expected)
+
+    run(test)
+
+
+def test_a_queue_alone_gives_no_meaning_to_the_names_of_columns(tmp_path: Path) -> None:
+    """`reward`, `tokens` or `logprobs` may be of any type where no row is trained; `env` is the queue's own."""
+
+    async def test() -> None:
+        async with both(tmp_path) as q:
+            strange = {
+                "ids": [[1]],
+                "weights": [[1.0]],
+                "text": ["a"],
+                "tokens": ["x"],
+                "logprobs": [1],
+                "reward": [None],
+            }
+            await q.near.put(pa.RecordBatch.from_pydict({**strange, "versions": [2.5]}))
+            lease = await q.near.lease("score", rows=1, columns=["tokens", "logprobs", "reward", "versions"])
+            assert lease.batch.column("tokens").to_pylist() == ["x"]
+            for env in ([1], [None]):
+                with pytest.raises(SchemaError, match="put: column env: expected strings without nulls"):
+                    await q.near.put(pa.RecordBatch.from_pydict({**strange, "env": env}))
 
     run(test)
