@@ -21,6 +21,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+# This folder holds a queue.py, which must not be found in place of the standard library's.
+sys.path[0] = str(Path(__file__).parent.parent)
+
 import numpy as np
 import torch
 import trio

@@ -21,7 +21,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "streamrl"))
+# This folder holds a queue.py, which must not be found in place of the standard library's.
+sys.path[0] = str(Path(__file__).parent.parent / "tests" / "streamrl")
 
 from conservation import check_finished
 

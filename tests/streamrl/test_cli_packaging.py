@@ -51,3 +51,12 @@ def test_the_constraints_pin_every_dependency_and_name_no_host() -> None:
     names = {requirement.partition(">=")[0].lower().replace("_", "-") for requirement in wanted}
     assert names - pinned == set()
     assert "://" not in (TOP / "constraints.txt").read_text()
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (TOP / "bench").glob("*.py")))
+def test_every_benchmark_starts_as_a_script_and_says_what_it_does(script: str) -> None:
+    """As a script its folder comes first on the path, where no file may hide a module of the standard library."""
+    command = [sys.executable, str(TOP / "bench" / script), "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert f"bench/{script}" in shown.stdout
