@@ -2,10 +2,10 @@
 
     python bench/kills.py [--runs 50] [--seed 0] [--steps 12] [--out runs/kills]
 
-Each run gets up to four kill -9s, of the coordinator, the learner, the broker, an engine, a producer or a scorer, at
-random moments from its start on. A run that ends by it is resumed. At the end the journal must say that every step
-was trained with exactly its rows, that no row was trained twice in the surviving history, and that no task was
-skipped or lost. Exits with 1 at the first run that breaks the law, and leaves that run's directory.
+Each run gets up to four kill -9s, of the coordinator, the learner or one of its ranks, the broker, an engine, a
+producer or a scorer, at random moments from its start on. A run that ends by it is resumed. At the end the journal must
+say that every step was trained with exactly its rows, that no row was trained twice in the surviving history, and that
+no task was skipped or lost. Exits with 1 at the first run that breaks the law, and leaves that run's directory.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ sys.path[0] = str(Path(__file__).parent.parent / "tests" / "streamrl")
 from conservation import check_finished
 
 ROLES = ("coordinator", "learner-0", "queue", "engine-0", "producer-0", "scorer-0")
+# Every so many runs the learner has two ranks, which may die one by one.
+TWO_RANKS_EVERY = 4
 KILLS = 4
 ROWS_PER_STEP = 32
 RUN_SECONDS = 300.0
@@ -58,6 +60,10 @@ def survive(out: Path, number: int, steps: int, seed: int) -> Counter[str]:
     keys = [f"runs={out}", f"learner.steps={steps}", f"learner.rows_per_step={ROWS_PER_STEP}", "tasks.eval_rows=8"]
     keys += ["learner.checkpoint_every=3", "learner.warmup_steps=2", "model.warm_start.clean_steps=2"]
     keys += ["model.warm_start.sloppy_steps=0", "learner.no_signal_steps=1000000", f"seed={number}"]
+    roles = ROLES
+    if number % TWO_RANKS_EVERY == TWO_RANKS_EVERY - 1:
+        keys += ["learner.ranks=2"]
+        roles = (*ROLES, "learner-1")
     killed: Counter[str] = Counter()
     started = time.monotonic()
     finished = False
@@ -71,7 +77,7 @@ def survive(out: Path, number: int, steps: int, seed: int) -> Counter[str]:
             try:
                 process.wait(rng.uniform(0.0, LONGEST_WAIT_SECONDS))
             except subprocess.TimeoutExpired:
-                role = rng.choice(ROLES)
+                role = rng.choice(roles)
                 pid = pid_of(out / name, role, process)
                 if pid is not None:
                     os.kill(pid, signal.SIGKILL)

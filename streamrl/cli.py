@@ -71,6 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     serve = add_queue_actions(queue).add_parser("serve", help="run one broker alone, as without an action")
     _served(serve)
 
+    keygen = commands.add_parser("keygen", help="make a key for a queue that other hosts may reach")
+    keygen.add_argument("file", nargs="?", type=Path, metavar="FILE", help="written with mode 600; none: printed")
+    keygen.set_defaults(command=_keygen)
+
     simulate = commands.add_parser("simulate", help="the queue under faults, on virtual time; checks all invariants")
     simulate.add_argument("--seed", default="0", metavar="S", help="a seed, or FIRST:END for many")
     simulate.add_argument("--engines", type=int, default=2, metavar="N")
@@ -99,12 +103,12 @@ def _served(queue: argparse.ArgumentParser) -> None:
     queue.add_argument("--durability", choices=("fsync", "flush", "memory"), default="flush")
     queue.add_argument(
         "--stages",
-        type=lambda text: tuple(text.split(",")),
+        type=_names,
         default=("work",),
         metavar="NAME,…",
         help="what is done to every row, in this order; each stage reads all columns and may write any (default: work)",
     )
-    queue.add_argument("--key-file", type=Path, help="file with a key of 32 bytes; clients need it too")
+    queue.add_argument("--key-file", type=Path, help="file of `streamrl keygen`; clients need it too")
     queue.add_argument(
         "--recovery",
         choices=("stop", "skip"),
@@ -112,6 +116,13 @@ def _served(queue: argparse.ArgumentParser) -> None:
         help="damaged columns in the journal: refuse to start, or drop their rows (default: stop)",
     )
     queue.set_defaults(command=_queue)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"expected names with commas between them, got {text!r}")
+    return names
 
 
 def _configured(parser: argparse.ArgumentParser) -> None:
@@ -208,6 +219,17 @@ def _queue(options: argparse.Namespace) -> int:
         stages=options.stages,
         recovery=options.recovery,
     )
+
+
+def _keygen(options: argparse.Namespace) -> int:
+    from streamrl_queue.keys import new_key, write_key
+
+    if options.file is None:
+        print(new_key().hex())
+        return OK
+    write_key(options.file)
+    print(f"{options.file}: a key, for the broker and its clients: --key-file {options.file}, or queue.key_file")
+    return OK
 
 
 def _simulate(options: argparse.Namespace) -> int:

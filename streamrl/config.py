@@ -9,14 +9,15 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from streamrl_agents.config import RewardConfig
 from streamrl_learners.config import AlgorithmConfig, LearnerConfig, ModelConfig, PPOClip, TinyModel, problems
 from streamrl_producers.config import EmbeddedEngine, RolloutConfig
-from streamrl_queue.config import Flow, QueueConfig, training_flow
+from streamrl_queue.bounds import COUNT, PROCESSES, SECONDS, Range, check_bounds
+from streamrl_queue.config import MOST_MEMBERS, Flow, QueueConfig, training_flow
 from streamrl_queue.errors import ConfigError
 
 from .settings import apply_override, build, parse_yaml, plain, set_value, to_yaml
@@ -35,10 +36,19 @@ class TasksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     environment's own `task` is used."""
 
     def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ConfigError(f"tasks.group_size: expected at least 1, got {self.group_size}")
-        if self.eval_rows < 0:
-            raise ConfigError(f"tasks.eval_rows: expected 0 or more, got {self.eval_rows}")
+        check_bounds(self, "tasks", {"group_size": (1, MOST_MEMBERS), "eval_rows": (0, COUNT[1])})
+
+
+_SUPERVISION_BOUNDS: Final[dict[str, Range]] = {
+    "restarts": (0, COUNT[1]),
+    "window_seconds": SECONDS,
+    "start_seconds": SECONDS,
+    "warm_start_seconds": SECONDS,
+    "drain_seconds": (0, SECONDS[1]),
+    "max_lost_share": (0, 1),
+    "silent_seconds": (1, SECONDS[1]),
+    "eval_seconds": SECONDS,
+}
 
 
 class SupervisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,6 +72,9 @@ class SupervisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     same follows as for any process that a signal killed."""
     eval_seconds: float = 120.0
     """Longest time without a finished row during an evaluation."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "supervision", _SUPERVISION_BOUNDS)
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,9 +108,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w][\w.-]*", self.name):
             raise ConfigError(f"name: expected letters, digits, '.', '_' or '-', got {self.name!r}")
-        for key in ("producers", "scorers"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"{key}: expected at least 1, got {getattr(self, key)}")
+        check_bounds(self, "", {"producers": PROCESSES, "scorers": PROCESSES})
 
 
 def check(config: RunConfig) -> RunConfig:
@@ -143,6 +154,12 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield (
             f"learner.min_engines is {config.learner.min_engines} but engine.count is {config.engine.count}: "
             f"no weights could ever be published"
+        )
+    device, transfer = config.learner.device, config.learner.transfer
+    if (transfer == "nccl" or (transfer == "auto" and device == "cuda")) and "cpu" in (device, config.engine.device):
+        yield (
+            f"learner.transfer is {transfer}, learner.device {device} and engine.device {config.engine.device}: NCCL "
+            f"carries weights between GPUs only; use learner.transfer=gloo"
         )
     if config.rollout.temperature <= 0:
         yield (

@@ -7,9 +7,10 @@ on its kind (`algorithm: {loss: ppo_clip, clip: 0.2}`); its kind alone may be wr
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 import yaml
@@ -18,6 +19,9 @@ from msgspec import inspect as types
 from streamrl_queue.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+# Beyond it a whole number does not fit the journal, torch or numpy.
+MOST: Final = 1 << 63
 
 
 class _Loader(yaml.SafeLoader):
@@ -154,9 +158,27 @@ def _value(field: types.Field, value: Any, path: str, known: Sequence[str]) -> A
         return [_value(item, one, f"{path}[{i}]", known) for i, one in enumerate(value)]
     structs = variants(field.type)
     if not structs or (value is None and _nullable(field.type)):
+        _check_plain(field.type, value, path)
         return value
     struct, given = _choose(field, structs, value, path)
     return _checked(struct, given, path, known)
+
+
+def _check_plain(info: types.Type, value: Any, path: str) -> None:
+    """No number is NaN, infinite or beyond 64 bits, at any depth; a word is one of those that are known."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path}: expected a finite number, got {value}")
+    if isinstance(value, int) and not -MOST < value < MOST:
+        raise ConfigError(f"{path}: expected a number of at most 64 bits, got {value}")
+    if isinstance(info, types.LiteralType) and value not in info.values:
+        words = ", ".join(str(word) for word in info.values)
+        raise ConfigError(f"{path}: expected one of {words}; got {value!r}{_did_you_mean(str(value), info.values)}")
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            _check_plain(types.AnyType(), one, f"{path}.{key}")
+    elif isinstance(value, list):
+        for i, one in enumerate(value):
+            _check_plain(types.AnyType(), one, f"{path}[{i}]")
 
 
 def _nullable(info: types.Type) -> bool:
@@ -218,7 +240,7 @@ def _unknown(info: types.StructType, path: str, key: str, known: Sequence[str]) 
     return f"unknown key {path}; the keys here are {', '.join(own)}"
 
 
-def _did_you_mean(name: str, among: Mapping[Any, Any]) -> str:
+def _did_you_mean(name: str, among: Iterable[Any]) -> str:
     near = difflib.get_close_matches(name, [str(key) for key in among], n=1)
     return f"; did you mean {near[0]}?" if near else ""
 

@@ -1,12 +1,16 @@
-"""Configuration of episodes and rewards. Light: imports nothing but msgspec and the errors."""
+"""Configuration of episodes and rewards. Light: imports nothing but msgspec, bounds and errors."""
 
 from __future__ import annotations
 
-import math
+from typing import Final
 
 import msgspec
 
+from streamrl_queue.bounds import COUNT, SECONDS, check_bounds
 from streamrl_queue.errors import ConfigError
+
+# Of one part of the reward; a reward itself is at most so large.
+MOST_WEIGHT: Final = 1_000_000
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,7 +49,7 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     functions that are not built in.
 
     Raises:
-        ConfigError: when there is no part, a weight is not finite or a limit is not positive.
+        ConfigError: when there is no part, one is no function's name, or a number is out of its bounds.
     """
 
     parts: dict[str, float] = msgspec.field(default_factory=lambda: {"outcome": 1.0})
@@ -58,10 +62,13 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if not self.parts:
             raise ConfigError(
-                'parts: expected at least one reward function, got none; "outcome: 1.0" is the built-in one'
+                'reward.parts: expected at least one reward function, got none; "outcome: 1.0" is the built-in one'
             )
         for name, weight in self.parts.items():
-            if not math.isfinite(weight):
-                raise ConfigError(f"parts.{name}: expected a finite weight, got {weight}")
-        if not (self.rows > 0 and self.score_seconds > 0):
-            raise ConfigError(f"rows and score_seconds: expected above 0, got {self.rows} and {self.score_seconds}")
+            if name != "outcome" and not all(name.rpartition(":")[::2]):
+                raise ConfigError(f"reward.parts: expected outcome, module:name or path/file.py:name, got {name!r}")
+            if not -MOST_WEIGHT <= weight <= MOST_WEIGHT:
+                raise ConfigError(
+                    f"reward.parts.{name}: expected a weight from {-MOST_WEIGHT} to {MOST_WEIGHT}, got {weight}"
+                )
+        check_bounds(self, "reward", {"rows": COUNT, "score_seconds": (0.001, SECONDS[1])})

@@ -25,13 +25,15 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
 import trio
 
-from streamrl_queue.errors import ConfigError, LeaseExpired, RewardError
+from streamrl_queue.errors import ConfigError, RewardError
+from streamrl_queue.held import on_held
 from streamrl_queue.schema import reward_batch
 
 from .agent import load_object
@@ -168,12 +170,7 @@ async def _serve(queue: TransferQueue, scorer: Scorer, config: RewardConfig, lea
             scores[row["row"]] = await _score(scorer, row, config.score_seconds)
         except _Failed as error:
             drops.setdefault(error.reason, []).append(row["row"])
-    try:
-        await _hand_back(queue, lease, scores, drops)
-    except LeaseExpired as error:  # the rows are somebody else's now, who will score them
-        log.warning("reward worker: %s", error)
-        return 0
-    return len(scores)
+    return await _hand_back(queue, lease, scores, drops)
 
 
 def _lines(lease: Lease) -> list[dict[str, Any]]:
@@ -210,12 +207,17 @@ async def _hand_back(
     lease: Lease,
     scores: Mapping[int, tuple[float, dict[str, float]]],
     drops: Mapping[str, list[int]],
-) -> None:
-    if scores:
-        rewards, parts = zip(*scores.values(), strict=True)
-        await queue.write(lease, reward_batch(list(scores), rewards, parts))
+) -> int:
+    """Returns how many scores were written: rows may have ended, or have gone to another worker, meanwhile."""
+
+    async def write(rows: tuple[int, ...]) -> None:
+        rewards, parts = zip(*(scores[row] for row in rows), strict=True)
+        await queue.write(lease, reward_batch(rows, rewards, parts))
+
+    written = await on_held(queue, lease, scores, write)
     for reason, rows in drops.items():
-        await queue.drop(lease, rows, reason=reason)
+        await on_held(queue, lease, rows, partial(queue.drop, lease, reason=reason))
+    return len(written)
 
 
 def _last_turn(tokens: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

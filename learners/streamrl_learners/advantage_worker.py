@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -15,7 +16,7 @@ from .algorithms.advantages import group_advantages
 from .config import AdvantageConfig
 
 if TYPE_CHECKING:
-    from streamrl_queue import TransferQueue
+    from streamrl_queue import Lease, TransferQueue
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +40,15 @@ async def run_advantage_worker(queue: TransferQueue, config: AdvantageConfig) ->
         assert lease.batch is not None
         try:
             await queue.write(lease, advantages_of(config, lease.batch))
-        except LeaseExpired as error:  # the groups are somebody else's now
+        except LeaseExpired as error:
             log.warning("advantage worker: %s", error)
+            await _give_back(queue, lease)
+
+
+async def _give_back(queue: TransferQueue, lease: Lease) -> None:
+    """Members of its groups have ended meanwhile: the others are compared without them, if they are still enough."""
+    with suppress(LeaseExpired):  # all of it is somebody else's now
+        await queue.release(lease, reason="members of its groups have ended")
 
 
 def advantages_of(config: AdvantageConfig, batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -92,6 +92,14 @@ class Checkpoints:
         kept = complete_steps(self.directory)[:1] if self._ranks.leads else None
         return self._ranks.share(kept)[0]
 
+    def forget_oldest(self) -> int | None:
+        """Remove the oldest complete checkpoint, unless it is the only one; the step of the oldest that stays."""
+        if self._ranks.leads:
+            for old in complete_steps(self.directory)[:-1][:1]:
+                self._remove(self._path(old))
+        kept = self._ranks.share(complete_steps(self.directory)[:1] if self._ranks.leads else None)
+        return kept[0] if kept else None
+
     def load(self, step: int, policy: nn.Module, optimiser: torch.optim.Optimizer) -> None:
         """Put weights and moments back as they were after `step`, whatever the number of ranks was then.
 

@@ -6,16 +6,20 @@ prints it. Contradictions between fields are found by `problems`, before anythin
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
+from streamrl_queue.bounds import COUNT, PROCESSES, SECONDS
 from streamrl_queue.errors import ConfigError
 
-Positive = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0)]
+MOST: Final = int(COUNT[1])
+Positive = Annotated[int, Meta(ge=1, le=MOST)]
+Count = Annotated[int, Meta(ge=0, le=MOST)]
+Processes = Annotated[int, Meta(ge=int(PROCESSES[0]), le=int(PROCESSES[1]))]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
+Seconds = Annotated[float, Meta(gt=0, le=SECONDS[1])]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Normalise = Literal["token_mean", "sequence_mean", "constant"]
 
@@ -137,7 +141,7 @@ ModelConfig = TinyModel | HFModel
 class LearnerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The optimiser, the size of a step, and how long the learner waits for whom."""
 
-    ranks: Positive = 1
+    ranks: Processes = 1
     """Learner processes; with more than one the model is sharded over them by FSDP2."""
     steps: Positive = 40
     """Optimiser steps of the run."""
@@ -153,11 +157,11 @@ class LearnerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Share of the peak that the learning rate falls to, linearly, over the whole run."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     """Decoupled weight decay of AdamW."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's two moments."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments, from 0 to below 1."""
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     """Largest 2-norm of the whole gradient; a larger one is scaled down to it."""
-    threads: Positive = 1
+    threads: Processes = 1
     """Threads of torch in each learner process."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the model is trained; `cuda` uses NCCL, `cpu` uses Gloo."""
@@ -166,9 +170,11 @@ class LearnerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     liger: bool = False
     """Use Liger's kernels for norms, rotary embedding and MLP of a `kind: hf` model on `cuda` (`streamrl[gpu]`)."""
     checkpoint_every: Count = 10
-    """Steps between two checkpoints; 0 writes one at the end only."""
+    """Steps between two checkpoints; 0 writes one at the end only. The learner takes one early when it gets no rows
+    because trained ones take up queue.budget_mebibytes until a checkpoint covers them."""
     keep_checkpoints: Positive = 2
-    """Newest complete checkpoints that stay on disk."""
+    """Newest complete checkpoints that stay on disk. Rows since the oldest are kept with it; when
+    queue.budget_mebibytes has no room for that, fewer checkpoints stay."""
     wait_seconds: Seconds = 300.0
     """Longest time without a ready row, or without `min_engines` engines, before the run fails (seconds)."""
     linger_seconds: Seconds = 0.2

@@ -53,6 +53,7 @@ def run_learner(
     serve_after: bool = False,
     host: str = "127.0.0.1",
     key: bytes | None = None,
+    budget_bytes: int | None = None,
 ) -> None:
     """Train `config.steps` steps, or until `should_stop`.
 
@@ -74,6 +75,8 @@ def run_learner(
         serve_after: after the last step, keep bringing the last version to joining engines until `should_stop`.
         host: address under which engines reach the leader for a transfer.
         key: key of the engines' RPC.
+        budget_bytes: what rows may take in the journal. When trained rows take it up, so that no others come, they go
+            with a checkpoint ahead of its time; None: the run waits for one that is due.
 
     Raises:
         StreamRLError: whatever ended the training; it names the step or the engine.
@@ -86,7 +89,7 @@ def run_learner(
         return ranks.leave()
     policy = shard(policy, ranks, config.device)
     publisher = Publisher(queue, config, ranks, should_stop=should_stop, host=host, key=key)
-    run = _training(queue, ranks, policy, publisher, config, algorithm, run_dir, should_stop, emit)
+    run = _training(queue, ranks, policy, publisher, config, algorithm, run_dir, should_stop, emit, budget_bytes)
     if resume:
         queue.report("loads the checkpoint")
     reached = run.ledger.resume() if resume else 0
@@ -144,16 +147,29 @@ def _training(
     run_dir: Path,
     should_stop: Callable[[], bool],
     emit: Emit,
+    budget_bytes: int | None,
 ) -> Training:
     tally = Tally()
     optimiser = Optimiser(policy, config, tally, ranks)
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, ranks)
+    ledger = Ledger(queue, checkpoints, policy, optimiser.adamw, ranks, every=config.checkpoint_every)
+    stream = Stream(
+        queue,
+        config,
+        algorithm,
+        tally,
+        ranks=ranks,
+        device=device_of(policy),
+        should_stop=should_stop,
+        budget_bytes=budget_bytes,
+        make_room=ledger.make_room,
+    )
     return Training(
         policy=policy,
-        stream=Stream(queue, config, algorithm, tally, ranks=ranks, device=device_of(policy), should_stop=should_stop),
+        stream=stream,
         objective=Objective(algorithm, tally),
         optimiser=optimiser,
-        ledger=Ledger(queue, checkpoints, policy, optimiser.adamw, ranks, every=config.checkpoint_every),
+        ledger=ledger,
         publisher=publisher,
         reporter=Reporter(queue, publisher, emit, ranks),
         progress=Progress(config.no_signal_steps),

@@ -7,8 +7,9 @@ kept, so that a run can go on from each of them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -20,6 +21,11 @@ from .ranks import Ranks
 
 if TYPE_CHECKING:
     from streamrl_queue import BlockingTransferQueue
+
+
+log: Final = logging.getLogger(__name__)
+
+ADVICE: Final = "raise queue.budget_mebibytes, or lower learner.checkpoint_every or learner.keep_checkpoints"
 
 
 class Ledger:
@@ -43,6 +49,8 @@ class Ledger:
         self._ranks = ranks
         self._every = every
         self._saved = 0
+        # The step through which rows were retired last, as far as this process knows.
+        self._retired = 0
 
     def resume(self) -> int:
         """Go back to the newest sound checkpoint, or to the start; the step that was reached. Collective."""
@@ -84,4 +92,23 @@ class Ledger:
         oldest = self._checkpoints.save(step, self._policy, self._adamw)
         self._saved = step
         if self._ranks.leads:
-            self._queue.retire(oldest)
+            self._retire(oldest)
+
+    def make_room(self, step: int) -> None:
+        """Let trained rows go, for the journal has no room for others: a checkpoint of `step`, which is the last
+        committed one; when that is there, an older checkpoint goes instead, and takes its rows with it. Collective.
+
+        Called again and again, it ends with one checkpoint and none of the rows up to `step`.
+        """
+        if step != self._saved:
+            log.warning("step %d: a checkpoint ahead of its time, so that its rows can go; %s", step, ADVICE)
+            self.checkpoint(step)
+            return
+        oldest = self._checkpoints.forget_oldest()
+        if self._ranks.leads and oldest is not None and oldest > self._retired:
+            log.warning("step %d: checkpoints older than step %d had to go, with their rows; %s", step, oldest, ADVICE)
+            self._retire(oldest)
+
+    def _retire(self, through: int) -> None:
+        self._queue.retire(through)
+        self._retired = through

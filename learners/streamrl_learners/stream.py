@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import pyarrow as pa
 import torch
@@ -27,12 +27,19 @@ if TYPE_CHECKING:
     from streamrl_queue import BlockingTransferQueue, Lease
 
 
+# How long no row may be on its way before trained ones are asked to make room: the feeder looks more often.
+STARVED_SECONDS: Final = 1.0
+# States of rows that will be trained, or end, without any new one.
+ON_THEIR_WAY: Final = ("waiting", "ready", "parked", "leased")
+
+
 class Turn(IntEnum):
     """What the leader decided for this round."""
 
     HAND_OUT = 0
     WAIT = 1
     STOP = 2
+    MAKE_ROOM = 3
 
 
 class Round(NamedTuple):
@@ -70,7 +77,12 @@ class Stream:
         device: torch.device | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
+        budget_bytes: int | None = None,
+        make_room: Callable[[int], None] = lambda step: None,
     ) -> None:
+        """`budget_bytes`: what rows may take in the journal, if that is known. `make_room` lets rows of steps up to the
+        given one go; it is called on all ranks, when such rows keep out those that are waited for.
+        """
         self._queue = queue
         self._config = config
         self._algorithm = algorithm
@@ -84,6 +96,10 @@ class Stream:
         self._taken: list[int] = []
         self._leases: list[Lease] = []
         self._mean_tokens: float | None = None
+        self._budget_bytes = budget_bytes
+        self._make_room = make_room
+        # When rows were on their way last.
+        self._fed = 0.0
         self.stopped = False
         self.idle_seconds = 0.0
 
@@ -99,15 +115,18 @@ class Stream:
             SchemaError: a row that cannot be trained, naming it.
         """
         self._step, self._taken, self._leases, self.idle_seconds = step, [], [], 0.0
-        last_row = self._clock()
+        last_row = self._fed = self._clock()
         while len(self._taken) < self._config.rows_per_step:
             batch, word = self._next_round(step)
             if word.turn is Turn.STOP:
                 return self._give_up()
-            if word.turn is Turn.WAIT:
+            if word.turn is not Turn.HAND_OUT:
                 self._check_deadline(last_row)
+                if word.turn is Turn.MAKE_ROOM:
+                    self._make_room(step - 1)
+                    self._fed = self._clock()
                 continue
-            last_row = self._clock()
+            last_row = self._fed = self._clock()
             self._taken += [row for rows in word.batches for row in rows]
             yield from (micro.to(self._device) for micro in self._materialise(word, batch))
 
@@ -127,8 +146,10 @@ class Stream:
         if lease:
             self._leases.append(lease)
             word = Round(Turn.HAND_OUT, self._assign(lease))
+        elif self._should_stop():
+            word = Round(Turn.STOP)
         else:
-            word = Round(Turn.STOP if self._should_stop() else Turn.WAIT)
+            word = Round(Turn.MAKE_ROOM if self._lacks_room(step) else Turn.WAIT)
         self._ranks.share(word.encode())
         return (lease.batch if lease else None), word
 
@@ -151,6 +172,22 @@ class Stream:
         self.idle_seconds += self._clock() - started
         self._queue.report(f"trains step {step}")
         return lease
+
+    def _lacks_room(self, step: int) -> bool:
+        """Whether trained rows seem to keep the missing ones out: they take up the journal's budget until a checkpoint
+        covers them.
+
+        A put that waits for bytes, and is smaller than half of the budget, waits behind as many that are needed. Once
+        all rows that were let in before it are trained or held here, nothing but more room leads on.
+        """
+        if self._budget_bytes is None or step == 1:
+            return False
+        train = self._queue.statistics().by_split.get("train", {})
+        if sum(train.get(state, 0) for state in ON_THEIR_WAY) > len(self._taken):
+            self._fed = self._clock()
+        if self._clock() - self._fed < STARVED_SECONDS:
+            return False
+        return 2 * self._queue.journal_bytes() > self._budget_bytes
 
     def _assign(self, lease: Lease) -> tuple[tuple[int, ...], ...]:
         """Micro-batches of row ids, the same number for every rank; alone, all rows in one list."""

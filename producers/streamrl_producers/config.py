@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Final, Literal
 
 import msgspec
 
+from streamrl_queue.bounds import COUNT, PROCESSES, SECONDS, Range, check_bounds
 from streamrl_queue.errors import ConfigError
 
 
 def _require(holds: bool, field: str, expected: str, got: object) -> None:
     if not holds:
         raise ConfigError(f"{field}: expected {expected}, got {got!r}")
+
+
+_ENGINE_BOUNDS: Final[dict[str, Range]] = {
+    "count": PROCESSES,
+    "slots": COUNT,
+    "max_tokens": COUNT,
+    "step_tokens": COUNT,
+    "threads": PROCESSES,
+}
+_ROLLOUT_BOUNDS: Final[dict[str, Range]] = {
+    **dict.fromkeys(
+        ("concurrency", "max_turns", "max_turn_tokens", "max_tokens", "max_tool_characters", "slice_tokens"), COUNT
+    ),
+    **dict.fromkeys(("turn_seconds", "tool_seconds", "episode_seconds"), (0.001, SECONDS[1])),
+    **dict.fromkeys(("temperature", "eval_temperature"), (0, 1_000)),
+    "top_k": (0, COUNT[1]),
+}
 
 
 class EmbeddedEngine(
@@ -38,8 +57,9 @@ class EmbeddedEngine(
     """torch device, as in `cpu` or `cuda:0`."""
 
     def __post_init__(self) -> None:
-        for name in ("count", "slots", "max_tokens", "threads"):
-            _require(getattr(self, name) >= 1, f"engine.{name}", "at least 1", getattr(self, name))
+        check_bounds(self, "engine", _ENGINE_BOUNDS)
+        known = re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None
+        _require(known, "engine.device", "cpu, cuda or cuda:0", self.device)
         _require(
             self.step_tokens >= self.slots,
             "engine.step_tokens",
@@ -81,19 +101,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     costs at most one slice; the engine keeps the session's KV cache between them."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "concurrency",
-            "max_turns",
-            "max_turn_tokens",
-            "max_tokens",
-            "max_tool_characters",
-            "slice_tokens",
-        ):
-            _require(getattr(self, name) >= 1, f"rollout.{name}", "at least 1", getattr(self, name))
-        for name in ("turn_seconds", "tool_seconds", "episode_seconds"):
-            _require(getattr(self, name) > 0, f"rollout.{name}", "more than 0 seconds", getattr(self, name))
-        for name in ("temperature", "eval_temperature", "top_k"):
-            _require(getattr(self, name) >= 0, f"rollout.{name}", "0 or more", getattr(self, name))
+        check_bounds(self, "rollout", _ROLLOUT_BOUNDS)
         _require(0 < self.top_p <= 1, "rollout.top_p", "more than 0 and at most 1", self.top_p)
         _require(
             self.max_turn_tokens <= self.max_tokens,

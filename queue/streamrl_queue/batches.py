@@ -108,7 +108,7 @@ def decode(data: bytes | bytearray | memoryview, where: str) -> pa.RecordBatch:
             batch = reader.read_next_batch()
         batch.validate(full=True)
         # Names and types are decoded when they are first asked for.
-        repr(batch.schema)
+        repr(batch.schema), batch.schema.names
     except DAMAGE as error:
         raise SchemaError(f"{where}: expected one Arrow record batch, got {error or 'an empty stream'}") from error
     return batch
@@ -197,7 +197,10 @@ def assemble(keys: Sequence[RowKeys], pieces: Sequence[Piece]) -> pa.RecordBatch
     for stage, found in by_stage.items():
         batch = _in_order(found, stage)
         columns |= {name: batch.column(i) for i, name in enumerate(batch.schema.names) if name != "row"}
-    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+    try:
+        return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+    except pa.ArrowInvalid as error:
+        raise SchemaError(f"the columns of a lease: expected {len(keys)} lines of each, got others: {error}") from error
 
 
 def _key_columns(keys: Sequence[RowKeys]) -> dict[str, pa.Array]:

@@ -17,7 +17,7 @@ import trio
 from . import messages as m
 from .batches import RowKeys
 from .client import Lease, TransferQueue
-from .errors import DeadlineExceeded
+from .errors import DeadlineExceeded, QueueError
 from .nursery import open_nursery
 from .nursery import run as run_trio
 from .schema import Task
@@ -35,6 +35,7 @@ class Portal:
         self._token = token
         self._nursery = nursery
         self._failure: BaseException | None = None
+        self._closed = False
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
         """The result of `await function(*args)` in the trio thread."""
@@ -58,14 +59,24 @@ class Portal:
                 self._failure = error
             raise
 
+    def close(self) -> None:
+        """The trio thread ends: whoever calls later is told so."""
+        self._closed = True
+
     def fail(self, error: BaseException) -> None:
         """Remember the first failure of the trio thread."""
         self._failure = self._failure or error
 
     def check(self) -> None:
-        """Raise the failure of a background task, if there was one."""
+        """Raise the failure of a background task, if there was one.
+
+        Raises:
+            QueueError: the block that opened the queue has ended.
+        """
         if self._failure is not None:
             raise self._failure
+        if self._closed:
+            raise QueueError("this queue's session was closed; use it inside `with BlockingTransferQueue.connect(…)`")
 
 
 class BlockingTransferQueue:
@@ -116,6 +127,7 @@ class BlockingTransferQueue:
                 trio.from_thread.run_sync(closing.set, trio_token=first.portal._token)
             except trio.RunFinishedError:
                 first.portal.check()
+            first.portal.close()
             thread.join(timeout=5.0)
 
     def _call(self, method: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
@@ -214,3 +226,7 @@ class BlockingTransferQueue:
     def statistics(self) -> Statistics:
         """Counts of rows by state."""
         return self._call(self.aio.statistics)
+
+    def journal_bytes(self) -> int:
+        """Bytes that the journal's segments hold."""
+        return self._call(self.aio.journal_bytes)

@@ -11,6 +11,7 @@ state it waits for has changed; it never holds up another.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -32,7 +33,9 @@ from .config import ANY, Durability, Flow, Recovery
 from .errors import JournalError, MessageTooLarge, ProtocolError, QueueFull, SchemaError, SessionLost, StreamRLError
 from .events import Granted
 from .journal import Journal
+from .keys import check_key
 from .mapped import host
+from .nonces import NO_TOKEN, NONCE_BYTES, SECRET_BYTES, Challenge, Door, Strangers
 from .nursery import open_nursery
 from .replays import Replays
 from .rows import Rows
@@ -47,6 +50,8 @@ log = logging.getLogger(__name__)
 
 # Messages taken in before replies go out: enough to share one fsync, few enough to answer soon.
 BATCH: Final = 64
+# Rounds of messages that may wait before those who are late are judged all the same: a flood saves nobody.
+MOST_BEHIND: Final = 64
 # Rows of one lease: their keys fit what a message has beside its payload.
 MOST_LEASED: Final = 1 << 17
 # Rows shown to a peek: enough for a screen, few enough to hold up nobody.
@@ -80,6 +85,8 @@ class Asked:
     payload: Buffer
     digest: bytes
     deadline: float
+    # Of the client; its replies carry it.
+    nonce: bytes = b""
     # Of a put that waits: the rows it needs room for, when somebody last looked.
     fresh: int = 0
 
@@ -97,7 +104,10 @@ class Broker:
         clock: Callable[[], float] = trio.current_time,
         wall: Callable[[], float] = time.time,
         shares_files: bool = True,
+        secret: bytes | None = None,
     ) -> None:
+        self.door = Door(secret or os.urandom(SECRET_BYTES))
+        self.strangers = Strangers()
         self._shares_files = shares_files
         self.store = Store(flow, journal, clock=clock, wall=wall)
         self.sessions = Sessions(flow.session_seconds, epoch=int(wall() * 1e6))
@@ -116,8 +126,9 @@ class Broker:
         self._unforgotten: dict[tuple[str, int], None] = {}
         self._seen_epoch = self.sessions.epoch
         self._seen_room = (0, 0)
-        self.protocol_errors = 0
         self._not_before = 0.0
+        # Rounds since the socket was last empty.
+        self._behind = 0
         # Who was here before a restart is back by then, or gone.
         self._all_back = self._clock() + flow.session_seconds
         self._handlers: dict[type, Callable[[Asked], msgspec.Struct | tuple[msgspec.Struct, Buffer | None] | None]] = {
@@ -148,6 +159,11 @@ class Broker:
         }
 
     @property
+    def protocol_errors(self) -> int:
+        """Messages that were dropped because they are not of this queue's clients; `strangers` says whose they were."""
+        return self.strangers.total
+
+    @property
     def rows(self) -> Rows:
         """The rows, for looking."""
         return self.store.rows
@@ -172,6 +188,8 @@ class Broker:
                 self._take(frames)
                 taken += 1
                 frames = self._router.try_recv() if taken < BATCH else None
+            # After a pause of this process the messages of those who were not silent still lie in the socket.
+            self._behind = self._behind + 1 if taken == BATCH else 0
             self._keep_time(self._clock())
             self._look_again()
             await self._answer()
@@ -182,16 +200,16 @@ class Broker:
         try:
             envelope, payload = wire.unseal(message, self._key)
         except ProtocolError as error:
-            self.protocol_errors += 1
-            # The first, the second, the fourth, …: a flood must not fill the disk.
-            if self.protocol_errors & (self.protocol_errors - 1) == 0:
-                log.warning("dropped a message of peer %s (%d so far): %s", peer.hex(), self.protocol_errors, error)
+            self._drop_message(peer, str(error))
+            return
+        if not self.door.admits(envelope.session, envelope.nonce):
+            self._challenge(peer, envelope)
             return
         try:
             request = _decode_request(envelope.body)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except wire.MALFORMED as error:
             refused = wire.Refused(ProtocolError.__name__, f"this request is not understood here: {error}")
-            self._outbox.append([peer, *wire.seal(envelope.session, envelope.id, refused, None, self._key)])
+            self._outbox.append([peer, *self._seal(envelope, refused)])
             return
         self._note_asking(envelope.session, envelope.asking)
         if isinstance(request, Forget):
@@ -203,7 +221,9 @@ class Broker:
         wait = getattr(request, "wait", 0.0)
         # Written so that a NaN does not wait.
         deadline = self._clock() + (min(wait, LONGEST_WAIT_SECONDS) if wait > 0.0 else 0.0)
-        asked = Asked(peer, envelope.session, envelope.id, request, payload or b"", envelope.payload, deadline)
+        asked = Asked(
+            peer, envelope.session, envelope.id, request, payload or b"", envelope.payload, deadline, envelope.nonce
+        )
         remembered = self._remembered.get(asked.session)
         if remembered is not None and asked.id in remembered:
             self._reply(asked, remembered[asked.id])
@@ -212,6 +232,21 @@ class Broker:
                 # Who waits for these rows comes first.
                 self._look_again()
             self._handle(asked)
+
+    def _drop_message(self, peer: bytes, why: str) -> None:
+        self.strangers.count(peer)
+        if self.strangers.worth_a_word():
+            log.warning("dropped a message of peer %s (%d so far): %s", peer.hex(), self.protocol_errors, why)
+
+    def _challenge(self, peer: bytes, envelope: wire.Envelope) -> None:
+        """A request for another life, or a client's first one: it changes nothing, and is told the token it lacks."""
+        if envelope.nonce[NONCE_BYTES:] != NO_TOKEN:
+            self._drop_message(peer, "it was made for another queue, session or life of this broker")
+        challenge = Challenge(self.door.token(envelope.session, envelope.nonce))
+        self._outbox.append([peer, *self._seal(envelope, challenge)])
+
+    def _seal(self, asked: Asked | wire.Envelope, reply: msgspec.Struct, payload: Buffer | None = None) -> list[Buffer]:
+        return wire.seal(asked.session, asked.id, reply, payload, self._key, nonce=asked.nonce[:NONCE_BYTES])
 
     def _forget(self, session: str, id: int) -> None:
         """Nobody waits for this request's reply any more: rows that it was granted go back."""
@@ -274,10 +309,10 @@ class Broker:
 
     def _reply(self, asked: Asked, reply: tuple[msgspec.Struct, Buffer | None]) -> None:
         try:
-            frames = wire.seal(asked.session, asked.id, *reply, self._key)
+            frames = self._seal(asked, *reply)
         except StreamRLError as error:
             refused = wire.Refused(type(error).__name__, str(error))
-            frames = wire.seal(asked.session, asked.id, refused, None, self._key)
+            frames = self._seal(asked, refused)
         self._outbox.append([asked.peer, *frames])
 
     async def _answer(self) -> None:
@@ -307,6 +342,11 @@ class Broker:
     def _tick(self, now: float) -> None:
         """End what has run out: leases, stragglers, sessions. Tidy the journal."""
         self._give_back()
+        if self._behind == 0 or self._behind > MOST_BEHIND:
+            self._end_late(now)
+        self.store.tidy()
+
+    def _end_late(self, now: float) -> None:
         for ended in self.rows.expire(now, self._wall()):
             lease = self.rows.leases[ended.lease]
             log.warning("lease %d of %s ran out: %d rows requeued", lease.id, lease.stage, len(ended.rows))
@@ -317,7 +357,6 @@ class Broker:
         for session in self.sessions.late(now):
             seconds = self.sessions.session_seconds
             self._lose(session, f"no heartbeat for {seconds:.1f} s")
-        self.store.tidy()
 
     def _lose(self, session: str, reason: str) -> int:
         """A process is gone: its leases end."""
@@ -336,7 +375,7 @@ class Broker:
         """Try waiting requests whose state may have changed, in order of arrival."""
         now = self._clock()
         # What was asked in vain: stage, environment and step → the fewest rows.
-        vain: dict[tuple[str, str | None, int | None], int] = {}
+        vain: dict[tuple[object, ...], int] = {}
         # Splits whose first put still waits: puts of one split go in order.
         full: set[str] = set()
         touched = self.rows.touched
@@ -349,8 +388,9 @@ class Broker:
         for asked in list(self._waiting):
             late = asked.deadline <= now
             match asked.request:
-                case m.LeaseRows(stage=stage, env=env, step=step, at_least=n):
-                    worth = stage in touched and n < vain.get((stage, env, step), n + 1)
+                case m.LeaseRows(stage=stage, at_least=n) as ask:
+                    wanted = stage, ask.env, ask.step, ask.keys
+                    worth = stage in touched and n < vain.get(wanted, n + 1)
                 case m.PutTasks(split=split):
                     worth = freed and split not in full and asked.fresh <= room[0]
                     full.add(split)
@@ -361,7 +401,7 @@ class Broker:
                 if isinstance(asked.request, m.PutTasks):
                     self._next_put()
             elif worth and isinstance(asked.request, m.LeaseRows):
-                vain[stage, env, step] = n
+                vain[wanted] = n
         if self.rows.touched or self._seen_room == ANOTHER_ROOM:
             # What was answered made room for others.
             self._look_again()
@@ -386,7 +426,7 @@ class Broker:
         return m.Welcome(self.sessions.session_seconds, host(), journal)
 
     def _heartbeat(self, asked: Asked) -> m.Number:
-        self.sessions.beat(self._clock(), asked.session, asked.request)
+        self.sessions.beat(self._clock(), asked.session, asked.request, asked.id)
         for id in asked.request.given_up:
             self._forget(asked.session, id)
         return m.Number(self.sessions.epoch)
@@ -398,6 +438,8 @@ class Broker:
             self.store.record(ended)
         self.sessions.end(asked.session)
         self._remembered.pop(asked.session, None)
+        # Nothing that it said before counts again, whoever says it.
+        self._replays.note(asked.session, (asked.id + 1, asked.id))
         return m.Number(rows)
 
     def _end_session(self, asked: Asked) -> m.Number:
@@ -450,8 +492,7 @@ class Broker:
                 return None
             raise QueueFull(f"{full}, and {ask.wait:.1f} s made no room for {fresh} more rows")
         batch = decode(asked.payload, "put")
-        if "row" in batch.schema.names:
-            raise SchemaError("put: column row is the queue's own; name yours otherwise")
+        _refuse_keys(batch, KEY_COLUMNS.names, "put")
         lines = len(ask.keys) * (ask.members if ask.filled else 1)
         if len(batch) != lines:
             each = "row, which `filled` makes a line" if ask.filled else "line"
@@ -572,6 +613,7 @@ class Broker:
             raise SchemaError("write: missing column row, which says whose columns these are")
         if not batch.schema.field("row").type.equals(ROW_TYPE) or batch.column("row").null_count:
             raise SchemaError(f"write: row: expected {ROW_TYPE} without nulls, got {batch.schema.field('row').type}")
+        _refuse_keys(batch, KEY_COLUMNS.names[1:], "write")
         rows = tuple(batch.column("row").to_pylist())
         if self.rows.written_before(lease_id, rows):
             return m.Receipt(rows, len(rows), self.store.journal.durability)
@@ -647,7 +689,7 @@ class Broker:
         return m.Number(before - self.rows.statistics().trained)
 
     def _statistics(self, asked: Asked) -> m.Counts:
-        return m.Counts(self.rows.statistics(), self.store.journal.size)
+        return m.Counts(self.rows.statistics(), self.store.journal.size, self.protocol_errors, self.strangers.by_peer)
 
     # -- columns
 
@@ -656,6 +698,12 @@ class Broker:
 
     def _keys(self, row: Row, stage: str) -> RowKeys:
         return RowKeys(row.id, row.group.id, row.member, row.attempts.get(stage, 0), row.split, row.tokens)
+
+
+def _refuse_keys(batch: pa.RecordBatch, names: Sequence[str], what: str) -> None:
+    """Columns that every lease has of its own would hide what the batch brings under the same name."""
+    if taken := [name for name in names if name in batch.schema.names]:
+        raise SchemaError(f"{what}: column {', '.join(taken)} is the queue's own; name yours otherwise")
 
 
 def _envs_of(batch: pa.RecordBatch) -> list[str]:
@@ -708,10 +756,19 @@ async def open_broker(
         AddressError: the address is taken, or public without a key.
         JournalError: the journal is damaged, or another broker has it.
     """
+    check_key(key)
     journal = open_journal(directory, durability=durability, segment_bytes=segment_bytes, recovery=recovery)
     try:
         with transport.router(bind, key=key) as router:
-            broker = Broker(flow, journal, router, key=key, wall=wall, shares_files=transport.shares_files)
+            broker = Broker(
+                flow,
+                journal,
+                router,
+                key=key,
+                wall=wall,
+                shares_files=transport.shares_files,
+                secret=transport.entropy(SECRET_BYTES),
+            )
             events = broker.recover()
             if events:
                 log.info("recovered %d events from %s", events, directory)

@@ -19,6 +19,7 @@ from . import messages as m
 from .batches import RowKeys, assemble, encode, unpack
 from .errors import DeadlineExceeded, JournalError, SchemaError, SessionLost
 from .mapped import MappedJournal, host
+from .nonces import NONCE_BYTES
 from .nursery import open_nursery
 from .rpc import RpcClient
 from .schema import Task, task_batch
@@ -121,7 +122,7 @@ class TransferQueue:
         # The journal knows sessions only: their names say whose they were.
         session = session or f"{hello.name}.{os.urandom(8).hex()}"
         with transport.dealer(address) as dealer:
-            rpc = RpcClient(dealer, m.Reply, key, session)
+            rpc = RpcClient(dealer, m.Reply, key, session, transport.entropy(NONCE_BYTES))
             async with open_nursery() as nursery:
                 nursery.start_soon(rpc.receive)
                 queue = cls(rpc, session, hello, address, wall)
@@ -422,6 +423,15 @@ class TransferQueue:
         """Bytes that the journal's segments hold."""
         counts: m.Counts = await self._ask(m.GetStatistics())
         return counts.journal_bytes
+
+    async def protocol_errors(self) -> dict[str, int]:
+        """Messages that the broker dropped, by the connection they came from: damaged ones, ones of another key, copies
+        of another session, life or queue. `total` counts those of all connections, also of long ago.
+
+        Clients that go on after the broker was restarted have a few: what they said to the life before.
+        """
+        counts: m.Counts = await self._ask(m.GetStatistics())
+        return {"total": counts.protocol_errors, **counts.strangers}
 
 
 def _id(lease: Lease | int) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import msgspec
 
+from .bounds import COUNT, SECONDS, Range, check_bounds
 from .errors import ConfigError
 from .schema import ADVANTAGE_COLUMNS, REWARD_COLUMNS, TRAJECTORY_COLUMNS
 
@@ -16,6 +17,8 @@ Recovery = Literal["stop", "skip"]
 # Which of the rows that are ready is handed out first; see `ready.py`.
 Order = Literal["admission", "freshest", "ready_first", "balanced"]
 
+# Rows of one group.
+MOST_MEMBERS: Final = 65535
 # As a column: all of them.
 ANY: Final = "*"
 
@@ -60,6 +63,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"stage {self.name}: {problem}")
 
     def _problems(self) -> Iterator[str]:
+        yield from self._mistyped()
         if (self.partial is None) != (self.straggler_seconds is None):
             yield (
                 f"partial is {self.partial} and straggler_seconds is {self.straggler_seconds}: how many members are "
@@ -83,6 +87,28 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
             role = "admits" if self.admits else "trains"
             yield f"parks and {role}: parked rows are taken by key, the others in order; park them in a stage before"
 
+    def _mistyped(self) -> Iterator[str]:
+        """What the types above forbid: stages are also written by hand, and the journal could not be read again."""
+        if not isinstance(self.name, str) or not self.name:
+            yield f"name: expected a word, got {self.name!r}"
+        for field in ("reads", "writes", "after", "splits"):
+            value = getattr(self, field)
+            if not isinstance(value, tuple) or not all(isinstance(name, str) for name in value):
+                yield f"{field}: expected a tuple of names, got {value!r}"
+        for field, known in (("unit", ("row", "group")), ("order", get_args(Order))):
+            if getattr(self, field) not in known:
+                yield f"{field}: expected one of {', '.join(known)}, got {getattr(self, field)!r}"
+        for field in ("max_deliveries", "min_members", "partial"):
+            value = getattr(self, field)
+            if value is not None and (type(value) is not int or not 1 <= value < 1 << 31):
+                yield f"{field}: expected a whole number from 1 on, got {value!r}"
+        seconds = self.seconds
+        if seconds is not None and (type(seconds) not in (int, float) or not 0 < seconds < float("inf")):
+            yield f"seconds: expected more than 0 and finite, or None, got {seconds!r}"
+        for field in ("parks", "admits", "trains"):
+            if type(getattr(self, field)) is not bool:
+                yield f"{field}: expected True or False, got {getattr(self, field)!r}"
+
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
     """The staleness bound: see `admission.py`."""
@@ -90,6 +116,21 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int
     rows_per_step: int
     on_stale: OnStale = "wait"
+
+
+_QUEUE_BOUNDS: Final[dict[str, Range]] = {
+    "max_staleness": (0, 1_000_000),
+    "waiting_rows": COUNT,
+    # 1 PiB.
+    "budget_mebibytes": (1, 1 << 30),
+    "rollout_seconds": SECONDS,
+    "scoring_seconds": SECONDS,
+    "max_deliveries": (1, 1_000_000),
+    "session_seconds": SECONDS,
+    "segment_mebibytes": (1, 4096),
+    "partial_members": (1, MOST_MEMBERS),
+    "straggler_seconds": (0.001, SECONDS[1]),
+}
 
 
 class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,7 +147,8 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     waiting_rows: int = 4096
     """The most rows that wait to be rolled out; above it `put` waits, then raises QueueFull."""
     budget_mebibytes: int = 16384
-    """The most MiB that the columns of rows may take in the journal; above it `put` waits, then raises QueueFull."""
+    """The most MiB that the columns of rows may take in the journal; above it `put` waits, then raises QueueFull.
+    Trained rows count until a checkpoint covers them. When they keep all others out, the learner takes one early."""
     rollout_seconds: float = 120.0
     """Seconds a producer may hold a row without a sign of life for it."""
     scoring_seconds: float = 60.0
@@ -127,27 +169,17 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What damaged columns in the journal do when a run is resumed: `stop` refuses and names file, byte and rows,
     `skip` drops those rows as `journal_damage` and goes on."""
 
+    key_file: str | None = None
+    """File with the queue's key, as `streamrl keygen FILE` makes it, readable by its owner alone: only processes that
+    have it can talk to the queue and the engines. None: the file that STREAMRL_QUEUE_KEY_FILE names, or no key."""
+
     def __post_init__(self) -> None:
-        for field in (
-            "waiting_rows",
-            "rollout_seconds",
-            "scoring_seconds",
-            "max_deliveries",
-            "session_seconds",
-        ):
-            if getattr(self, field) <= 0:
-                raise ConfigError(f"queue.{field}: expected more than 0, got {getattr(self, field)}")
-        if self.max_staleness < 0:
-            raise ConfigError(f"queue.max_staleness: expected 0 or more, got {self.max_staleness}")
+        check_bounds(self, "queue", _QUEUE_BOUNDS)
         if (self.partial_members is None) != (self.straggler_seconds is None):
             raise ConfigError(
                 f"queue.partial_members is {self.partial_members} and queue.straggler_seconds is "
                 f"{self.straggler_seconds}: set both, or neither to wait for all members"
             )
-        if self.straggler_seconds is not None and not 0 < self.straggler_seconds < float("inf"):
-            raise ConfigError(f"queue.straggler_seconds: expected more than 0, got {self.straggler_seconds}")
-        if not 1 <= self.segment_mebibytes <= 4096:
-            raise ConfigError(f"queue.segment_mebibytes: expected 1 to 4096, got {self.segment_mebibytes}")
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,6 +205,9 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
                 written[column] = stage.name
             if unknown := set(stage.after) - set(names):
                 raise ConfigError(f"stage {stage.name}: after: no stage {', '.join(sorted(unknown))}")
+        self._check_order(written)
+        if len(training := [stage.name for stage in self.stages if stage.trains]) > 1:
+            raise ConfigError(f"stages {', '.join(training)} all train rows; a row is trained once")
         if self.admission is None and any(stage.admits for stage in self.stages):
             raise ConfigError("a stage admits rows but the flow has no admission bound")
         for stage in self.stages:
@@ -181,6 +216,18 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
                     f"stage {stage.name}: order=freshest with on_stale=wait: the oldest rows must be trained first, or "
                     "they pass max_staleness while fresher ones overtake them; use order=admission, or on_stale=drop"
                 )
+
+    def _check_order(self, written: dict[str, str]) -> None:
+        """Stages must be able to follow one another: none may wait for itself."""
+        waits = {s.name: {written[c] for c in s.reads if c in written} | set(s.after) for s in self.stages}
+        done: set[str] = set()
+        while free := {name for name, needs in waits.items() if name not in done and needs <= done}:
+            done |= free
+        if stuck := [name for name in waits if name not in done]:
+            raise ConfigError(
+                f"stages {', '.join(stuck)}: expected an order in which each follows those that it reads from or is "
+                "`after`; each of these waits for another one of them, or for itself"
+            )
 
     def succeed(self, before: Flow) -> Flow:
         """The flow itself, if it can go on with the rows that passed some stages of `before`.

@@ -34,7 +34,7 @@ from blake3 import blake3
 
 from . import wire
 from .config import Durability, Recovery
-from .errors import JournalError
+from .errors import JournalError, SchemaError
 from .events import Event
 
 log = logging.getLogger(__name__)
@@ -303,6 +303,11 @@ class Journal:
             JournalError: the disk is full or broken; nothing was recorded.
         """
         header = _encode(event)
+        try:
+            # What cannot be read again would end every later start.
+            _decode(header)
+        except msgspec.MsgspecError as error:
+            raise SchemaError(f"{type(event).__name__}: {error}; nothing was recorded") from error
         payload_bytes = memoryview(payload).nbytes
         head = _HEAD.pack(MAGIC, len(header), payload_bytes, _digest(header), digest or wire.payload_digest(payload))
         try:

@@ -264,10 +264,12 @@ class GetStatistics(msgspec.Struct, frozen=True, tag=True):
 
 
 class Counts(msgspec.Struct, frozen=True, tag=True):
-    """Counts of rows by state, and the size of the journal in bytes."""
+    """Counts of rows by state, the size of the journal in bytes, and messages that were dropped: all, and by peer."""
 
     statistics: Statistics
     journal_bytes: int
+    protocol_errors: int = 0
+    strangers: dict[str, int] = {}
 
 
 class Receipt(msgspec.Struct, frozen=True, tag=True):

@@ -66,6 +66,8 @@ class Rows(Table):
         """
         if not any(split in stage.splits for stage in self.flow.stages):
             raise UnknownName(f"split: no stage takes {split!r}; known: {', '.join(self._splits())}")
+        if len(set(filled)) != len(filled):
+            raise SchemaError(f"put: filled: expected every stage once, got {', '.join(filled)}")
         self._check_filled(filled, split, oldest)
         fresh: dict[str, int] = {}
         first: dict[str, int] = {}
@@ -145,6 +147,8 @@ class Rows(Table):
         stage = self.stage(stage_name)
         if stage.trains and step != self.step + 1:
             raise StepConflict(f"lease of {stage.name}: expected step {self.step + 1} to assemble, got {step}")
+        if not stage.trains and step is not None:
+            raise StepConflict(f"lease of {stage.name}: expected no step, for it trains nothing; got {step}")
         if stage.parks != (keys is not None):
             raise UnknownName(
                 f"lease of {stage.name}: it parks its rows; name the keys of those you want"
@@ -235,6 +239,8 @@ class Rows(Table):
     ) -> Written:
         """The event that fills the stage's columns of `rows` and ends the lease on them."""
         lease, rows = self.held(lease_id, session, rows)
+        if not rows:
+            raise SchemaError(f"write to {lease.stage}: expected the lease's rows or some of them, got none")
         if self.stages[lease.stage].trains:
             raise UnknownName(f"stage {lease.stage} is ended by commit, not by write")
         return Written(at, lease_id, lease.stage, tuple(rows), tuple(oldest), tuple(tokens))
@@ -339,6 +345,7 @@ class Rows(Table):
 
     def commit(self, at: float, session: str, step: int, rows: Sequence[int]) -> Committed | None:
         """The event that records a training step; None when it is recorded already, with the same rows."""
+        self._require_training("commit")
         ids = tuple(sorted(rows))
         if step in self._step_rows:
             if self._step_rows[step] != ids:
@@ -355,6 +362,10 @@ class Rows(Table):
                 raise LeaseExpired(f"commit of step {step}: row {id} is not leased to this session for this step")
         return Committed(at, step, ids)
 
+    def _require_training(self, what: str) -> None:
+        if not self.trains:
+            raise UnknownName(f"{what}: no stage of this queue trains rows; rows end by a write to their last stage")
+
     def retire(self, at: float, through: int) -> Retired | None:
         """The event that lets the rows of steps up to `through` go; None when there are none left."""
         if through > self.step:
@@ -363,6 +374,7 @@ class Rows(Table):
 
     def reconcile(self, at: float, step: int) -> Reconciled:
         """The event after which the learner goes on from `step`."""
+        self._require_training("reconcile")
         if step > self.step:
             raise StepConflict(
                 f"reconcile to step {step}: only {self.step} steps are committed; is this another run's checkpoint?"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
@@ -16,7 +17,9 @@ import msgspec
 import trio
 
 from . import wire
-from .errors import DeadlineExceeded, ProtocolError, StreamRLError, from_wire
+from .errors import DeadlineExceeded, MessageTooLarge, ProtocolError, StreamRLError, from_wire
+from .keys import check_key
+from .nonces import NO_TOKEN, NONCE_BYTES, SECRET_BYTES, Challenge, Door, Strangers
 from .nursery import open_nursery
 from .transport import ZEROMQ, Buffer, Dealer, Router, Transport
 
@@ -34,7 +37,9 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
 class _Call:
     """One request in flight."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: msgspec.Struct, asked: Buffer | None) -> None:
+        self.request = request
+        self.asked = asked
         self.done = trio.Event()
         self.reply: Any = None
         self.payload: Buffer | None = None
@@ -43,13 +48,20 @@ class _Call:
 class RpcClient:
     """Calls to one server. Open it with `connect`; share it between tasks."""
 
-    def __init__(self, dealer: Dealer, reply_type: Any, key: bytes | None, session: str) -> None:
+    def __init__(
+        self, dealer: Dealer, reply_type: Any, key: bytes | None, session: str, nonce: bytes | None = None
+    ) -> None:
+        check_key(key)
         self._dealer = dealer
-        self._decode = msgspec.msgpack.Decoder(reply_type | wire.Refused).decode
+        self._decode = msgspec.msgpack.Decoder(reply_type | wire.Refused | Challenge).decode
+        # Replies carry the first part, requests both; see `nonces`.
+        self._nonce = nonce or os.urandom(NONCE_BYTES)
+        self._token = NO_TOKEN
         self._key = key
         self._session = session
         self._next_id = 1
         self._calls: dict[int, _Call] = {}
+        self.protocol_errors = 0
         # The ids that await a reply, in order; a dict, because sets have none.
         self._open: dict[int, None] = {}
 
@@ -66,7 +78,7 @@ class RpcClient:
     ) -> AsyncIterator[RpcClient]:
         """A client whose replies are tagged structs of `reply_type`."""
         with transport.dealer(address) as dealer:
-            client = cls(dealer, reply_type, key, session)
+            client = cls(dealer, reply_type, key, session, transport.entropy(NONCE_BYTES))
             async with open_nursery() as nursery:
                 nursery.start_soon(client.receive)
                 yield client
@@ -101,13 +113,12 @@ class RpcClient:
         if id is None:
             with self.asking() as id:
                 return await self.exchange(request, payload, deadline=deadline, source=source, resend=resend, id=id)
-        frames = self._seal(id, request, payload)
-        call = self._calls[id] = _Call()
+        call = self._calls[id] = _Call(request, payload)
         try:
             end = trio.current_time() + deadline
             while not call.done.is_set() and (left := end - trio.current_time()) > 0.0:
                 with trio.move_on_after(min(left, resend or left)):
-                    await self._dealer.send(frames)
+                    await self._dealer.send(self._seal(id, request, payload))
                     await call.done.wait()
         finally:
             del self._calls[id]
@@ -138,7 +149,7 @@ class RpcClient:
             return self._dealer.try_send(self._seal(id, request))
 
     def _seal(self, id: int, request: msgspec.Struct, payload: Buffer | None = None) -> list[Buffer]:
-        return wire.seal(self._session, id, request, payload, self._key, self._asking())
+        return wire.seal(self._session, id, request, payload, self._key, self._asking(), self._nonce + self._token)
 
     def _asking(self) -> tuple[int, ...]:
         """What this client still awaits, as `wire.Envelope` says it."""
@@ -157,13 +168,24 @@ class RpcClient:
     def _take(self, frames: list[Buffer]) -> None:
         try:
             envelope, payload = wire.unseal(frames, self._key)
+            if envelope.nonce != self._nonce:
+                raise ProtocolError("it answers no request of this connection: a copy of another one's")
             reply = self._decode(envelope.body)
-        except (ProtocolError, msgspec.MsgspecError) as error:
+        except (ProtocolError, *wire.MALFORMED) as error:
+            self.protocol_errors += 1
             log.warning("dropped a message from %s: %s", self._dealer.address, error)
             return
-        if call := self._calls.get(envelope.id):
+        if isinstance(reply, Challenge):
+            self._answer(envelope.id, reply)
+        elif call := self._calls.get(envelope.id):
             call.reply, call.payload = reply, payload
             call.done.set()
+
+    def _answer(self, id: int, challenge: Challenge) -> None:
+        """The server is there for the first time, or again: say once more what it did not look at."""
+        self._token = challenge.token
+        if call := self._calls.get(id):
+            self._dealer.try_send(self._seal(id, call.request, call.asked))
 
 
 Handler = Callable[[str, Any], Awaitable[msgspec.Struct]]
@@ -172,7 +194,11 @@ Handler = Callable[[str, Any], Awaitable[msgspec.Struct]]
 class RpcServer:
     """Answers requests with `handler(peer, request)`. Open it with `bind`."""
 
-    def __init__(self, router: Router, request_type: Any, handler: Handler, key: bytes | None) -> None:
+    def __init__(
+        self, router: Router, request_type: Any, handler: Handler, key: bytes | None, secret: bytes | None = None
+    ) -> None:
+        self._door = Door(secret or os.urandom(SECRET_BYTES))
+        self.strangers = Strangers()
         self._router = router
         self._decode = msgspec.msgpack.Decoder(request_type | Forget).decode
         self._handler = handler
@@ -192,8 +218,9 @@ class RpcServer:
         transport: Transport = ZEROMQ,
     ) -> AsyncIterator[RpcServer]:
         """A server for tagged structs of `request_type`. A handler's StreamRLError becomes the caller's."""
+        check_key(key)
         with transport.router(address, key=key) as router:
-            server = cls(router, request_type, handler, key)
+            server = cls(router, request_type, handler, key, transport.entropy(SECRET_BYTES))
             async with open_nursery() as nursery:
                 nursery.start_soon(server._receive, nursery)
                 yield server
@@ -207,9 +234,12 @@ class RpcServer:
             peer, *frames = message
             try:
                 envelope, _ = wire.unseal(frames, self._key)
+                if not self._door.admits(envelope.session, envelope.nonce):
+                    self._challenge(bytes(peer), envelope)
+                    continue
                 request = self._decode(envelope.body)
-            except (ProtocolError, msgspec.MsgspecError) as error:
-                log.warning("dropped a message at %s: %s", self.address, error)
+            except (ProtocolError, *wire.MALFORMED) as error:
+                self._drop(bytes(peer), str(error))
                 continue
             call = (bytes(peer), envelope.id)
             if isinstance(request, Forget):
@@ -220,6 +250,23 @@ class RpcServer:
                 self._running[call] = trio.CancelScope()
                 nursery.start_soon(self._answer, call, envelope, request)
 
+    def _drop(self, peer: bytes, why: str) -> None:
+        self.strangers.count(peer)
+        if self.strangers.worth_a_word():
+            log.warning(
+                "dropped a message of peer %s at %s (%d so far): %s",
+                peer.hex(),
+                self.address,
+                self.strangers.total,
+                why,
+            )
+
+    def _challenge(self, peer: bytes, envelope: wire.Envelope) -> None:
+        if envelope.nonce[NONCE_BYTES:] != NO_TOKEN:
+            self._drop(peer, "it was made for another server, or another life of this one")
+        token = self._door.token(envelope.session, envelope.nonce)
+        self._send(peer, envelope, Challenge(token))
+
     async def _answer(self, call: tuple[bytes, int], envelope: wire.Envelope, request: Any) -> None:
         reply: msgspec.Struct | None = None
         with self._running[call]:
@@ -229,4 +276,13 @@ class RpcServer:
                 reply = wire.Refused(type(error).__name__, str(error))
         del self._running[call]
         if reply is not None:
-            self._router.send([call[0], *wire.seal(envelope.session, envelope.id, reply, None, self._key)])
+            self._send(call[0], envelope, reply)
+
+    def _send(self, peer: bytes, envelope: wire.Envelope, reply: msgspec.Struct) -> None:
+        nonce = envelope.nonce[:NONCE_BYTES]
+        try:
+            frames = wire.seal(envelope.session, envelope.id, reply, None, self._key, nonce=nonce)
+        except MessageTooLarge as error:
+            refused = wire.Refused(type(error).__name__, str(error))
+            frames = wire.seal(envelope.session, envelope.id, refused, None, self._key, nonce=nonce)
+        self._router.send([peer, *frames])

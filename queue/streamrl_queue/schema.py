@@ -308,6 +308,14 @@ def check(batch: pa.RecordBatch, required: Iterable[str], where: str, *, trainin
         _check_meaning(batch, names, where)
 
 
+def _has_inner_nulls(column: pa.Array) -> bool:
+    """Whether a list of structs lacks a field somewhere, which its type forbids and Arrow does not check."""
+    if not (pa.types.is_large_list(column.type) and pa.types.is_struct(column.type.value_type)):
+        return False
+    values = column.flatten()
+    return bool(values.null_count) or any(values.field(i).null_count for i in range(values.type.num_fields))
+
+
 def _check_meaning(batch: pa.RecordBatch, names: set[str], where: str) -> None:
     for field in batch.schema:
         known = KNOWN_COLUMNS.get(field.name)
@@ -317,6 +325,8 @@ def _check_meaning(batch: pa.RecordBatch, names: set[str], where: str) -> None:
             raise SchemaError(f"{where}: column {field.name}: expected {known.type}, got {field.type}")
         if not known.nullable and batch.column(field.name).null_count:
             raise SchemaError(f"{where}: column {field.name} has nulls; it must be filled for every row")
+        if _has_inner_nulls(batch.column(field.name)):
+            raise SchemaError(f"{where}: column {field.name} has nulls inside its lists; they must be filled")
     if {"tokens", "mask", "logprobs"} <= names:
         lengths = pc.list_value_length(batch.column("tokens"))
         for name in ("mask", "logprobs"):

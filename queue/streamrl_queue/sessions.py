@@ -20,6 +20,7 @@ class Sessions:
         self.epoch = epoch
         self._members: dict[str, Member] = {}
         self._deadlines: dict[str, float] = {}
+        self._beats: dict[str, int] = {}
 
     def open(self, now: float, at: float, session: str, hello: Hello, fenced: int | None = None) -> None:
         """A process is here, or here again. Announcements up to the number `fenced` do not count."""
@@ -44,8 +45,11 @@ class Sessions:
         if not self.is_open(session):
             raise SessionLost(f"session {session} is not open here")
 
-    def beat(self, now: float, session: str, beat: Heartbeat) -> None:
-        """A sign of life, with what the process does or waits for."""
+    def beat(self, now: float, session: str, beat: Heartbeat, number: int) -> None:
+        """A sign of life, with what the process does or waits for. Its number rises: a copy is no sign of life."""
+        if number <= self._beats.get(session, 0):
+            return
+        self._beats[session] = number
         self._deadlines[session] = now + self.session_seconds
         self._members[session] = msgspec.structs.replace(
             self._members[session], activity=beat.activity, since=beat.since, gauges=beat.gauges
@@ -71,6 +75,7 @@ class Sessions:
     def end(self, session: str) -> None:
         """The process is gone."""
         self._deadlines.pop(session, None)
+        self._beats.pop(session, None)
         if self._members.pop(session, None):
             self.epoch += 1
 

@@ -140,8 +140,8 @@ class Standing:
         return self.versions[version].step if version in self.versions else 0
 
     def trained_at(self, version: int) -> int:
-        """Rows trained in steps up to the step of `version`."""
-        return self._trained_through[min(self.version_step(version), self.step)]
+        """Rows trained in steps up to the step of `version`; none, for one of a step before all that still counts."""
+        return self._trained_through.get(min(self.version_step(version), self.step), 0)
 
     # -- readiness
 
@@ -369,6 +369,9 @@ class Standing:
             row.on_way = False
             way = self._from_outside if row.outside else self._on_their_way
             way[row.born] -= 1
+            if not way[row.born]:
+                # Or a long run is slow in the end: births are looked through for every lease.
+                del way[row.born]
 
     # -- leases and ends
 

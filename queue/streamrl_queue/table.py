@@ -28,6 +28,8 @@ from .state import TASK, UNBORN, Group, Lease, Place, Row, Version
 
 # Sessions whose fence is remembered, those fenced last: far more than engines fail while one of them lives.
 FENCES: Final = 1 << 10
+# Versions that are remembered, the last ones: far more than rows that are not trained yet can come from.
+VERSIONS_KEPT: Final = 1 << 12
 
 
 class Table(Standing):
@@ -56,7 +58,7 @@ class Table(Standing):
             case Dropped():
                 self._end([row for id in event.rows if (row := self.rows.get(id))], "dropped", event.reason)
             case VersionBegun():
-                self.versions[event.version] = Version(event.version, event.step, event.parent, None, event.request)
+                self._apply_version_begun(event)
             case VersionCommitted():
                 self._apply_version_committed(event)
             case Committed():
@@ -206,6 +208,11 @@ class Table(Standing):
             if id in self.rows:
                 self._note_gap(self.rows[id].group)
 
+    def _apply_version_begun(self, event: VersionBegun) -> None:
+        self.versions[event.version] = Version(event.version, event.step, event.parent, None, event.request)
+        if len(self.versions) > VERSIONS_KEPT:
+            del self.versions[next(id for id in self.versions if id != self.version)]
+
     def _apply_version_committed(self, event: VersionCommitted) -> None:
         known = self.versions[event.version]
         self.versions[event.version] = msgspec.structs.replace(known, digest=event.digest)
@@ -236,6 +243,10 @@ class Table(Standing):
             for row in [self.rows[id] for id in self._step_rows.pop(step)]:
                 self.retired[row.split] += 1
                 self._remove(row)
+        # Nobody goes back behind a checkpoint, and the bound looks back to the committed version.
+        first = min(event.through, self.version_step(self.version))
+        for step in [step for step in self._trained_through if step < first]:
+            del self._trained_through[step]
 
     def _apply_reconciled(self, event: Reconciled) -> None:
         back: list[int] = []

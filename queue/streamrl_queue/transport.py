@@ -95,6 +95,9 @@ class Transport(Protocol):
     # Whether a client on the broker's host may also look at its files.
     shares_files: bool
 
+    def entropy(self, size: int) -> bytes:
+        """That many bytes that nobody can foretell."""
+
     def router(self, address: str, *, key: bytes | None) -> Router:
         """Listen at `address`."""
 
@@ -180,7 +183,10 @@ class ZmqRouter(_Socket):
         if not address.startswith(SCHEMES):
             raise AddressError(f"bind address {address!r}: expected tcp://HOST:PORT or ipc://PATH")
         if not is_local(address) and key is None:
-            raise AddressError(f"bind address {address} is reachable from other hosts and needs a key; use 127.0.0.1")
+            raise AddressError(
+                f"bind address {address} is reachable from other hosts and needs a key: make one with `streamrl "
+                "keygen FILE` and give it (--key-file FILE), or use 127.0.0.1"
+            )
         super().__init__(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if address.startswith("ipc://"):
@@ -233,6 +239,10 @@ class ZeroMQ:
     """Sockets between real processes."""
 
     shares_files = True
+
+    def entropy(self, size: int) -> bytes:
+        """That many bytes that nobody can foretell."""
+        return os.urandom(size)
 
     def router(self, address: str, *, key: bytes | None) -> ZmqRouter:
         """Listen at `address`; see `ZmqRouter`."""

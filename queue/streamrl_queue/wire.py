@@ -17,12 +17,15 @@ import msgspec
 from blake3 import blake3
 
 from .errors import MessageTooLarge, ProtocolError
+from .nonces import Challenge as Challenge
 from .transport import MAX_FRAME_BYTES, Buffer, buffer_bytes
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 MAX_MESSAGE_BYTES: Final = MAX_FRAME_BYTES // 2
 DIGEST_BYTES: Final = 32
 NO_KEY: Final = bytes(32)
+# What msgspec raises on bytes that are no message of the type that is asked for.
+MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -37,6 +40,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     # Which requests of the session still await replies: of the ids below the first, only those that follow it. Nobody
     # will ever listen for a reply to another. Empty: nothing is said.
     asking: tuple[int, ...] = ()
+    # For whom and for which life of the server this was made; see `nonces`.
+    nonce: bytes = b""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -67,6 +72,7 @@ def seal(
     payload: Buffer | None,
     key: bytes | None,
     asking: tuple[int, ...] = (),
+    nonce: bytes = b"",
 ) -> list[Buffer]:
     """The frames of one message.
 
@@ -74,7 +80,7 @@ def seal(
         MessageTooLarge: before anything is sent.
     """
     of_payload = b"" if payload is None else payload_digest(payload)
-    header = _encode(Envelope(PROTOCOL, session, id, msgspec.Raw(_encode(body)), of_payload, asking))
+    header = _encode(Envelope(PROTOCOL, session, id, msgspec.Raw(_encode(body)), of_payload, asking, nonce))
     size = len(header) + (0 if payload is None else buffer_bytes(payload))
     if size > MAX_MESSAGE_BYTES:
         raise MessageTooLarge(
@@ -99,7 +105,7 @@ def unseal(frames: Sequence[Buffer], key: bytes | None) -> tuple[Envelope, Buffe
         raise ProtocolError("digest mismatch: the message was damaged, or its sender has another key")
     try:
         envelope = _decode_envelope(header)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise ProtocolError(f"malformed header: {error}") from error
     if envelope.protocol != PROTOCOL:
         raise ProtocolError(f"expected protocol {PROTOCOL}, got {envelope.protocol}; both sides need one release")

@@ -33,6 +33,7 @@ from streamrl_queue.events import (
     VersionCommitted,
     Written,
 )
+from streamrl_queue.state import TASK
 
 Columns = Mapping[str, Sequence[Any]]
 """Values by column, one per line of a payload."""
@@ -83,6 +84,8 @@ class Life(msgspec.Struct, kw_only=True):
     done: set[str]
     leases: dict[str, int]
     attempts: dict[str, int]
+    # Stage → line of the payload that its columns are in.
+    lines: dict[str, int]
     # Column → value, of the payloads that were there to be read.
     columns: dict[str, Any]
 
@@ -172,8 +175,9 @@ class Lives:
             case Written():
                 self._written(event, record, columns)
             case Moved():
-                for line, life in self._of(event.rows):
-                    _fill(life, columns, line)
+                # Records are moved whole: a row's line is the one that it had, wherever it stands in the event.
+                for _, life in self._of(event.rows):
+                    _fill(life, columns, life.lines[event.stage])
             case Ended():
                 self._ended(event, record)
             case Dropped():
@@ -208,6 +212,7 @@ class Lives:
             if self._only is not None and not first <= self._only < first + event.members:
                 continue
             for member in range(event.members):
+                born_from = line + member if event.filled else line
                 life = Life(
                     row=first + member,
                     group=event.first_group + i,
@@ -220,10 +225,11 @@ class Lives:
                     done=set(event.filled),
                     leases={},
                     attempts={},
+                    lines=dict.fromkeys((TASK, *event.filled), born_from),
                     columns={},
                 )
                 self._bring(life, event, i * event.members + member)
-                _fill(life, columns, line + member if event.filled else line)
+                _fill(life, columns, born_from)
                 self.rows[life.row] = life
                 self._groups[life.group].append(life)
                 self._finish(life, event.at, record)
@@ -270,6 +276,7 @@ class Lives:
             self._reopen(life)
             life.leases.pop(event.stage, None)
             life.done.add(event.stage)
+            life.lines[event.stage] = line
             tokens = event.tokens[line] if event.tokens else None
             oldest = event.oldest[line] if event.oldest and event.oldest[line] >= 0 else None
             if event.tokens:

@@ -14,10 +14,10 @@ from streamrl_queue import Receipt, Statistics, TransferQueue, Version, audit, s
 from streamrl_queue.batches import RowKeys
 from streamrl_queue.config import Flow
 from streamrl_queue.errors import ConfigError, JournalError, UnknownName
+from streamrl_queue.keys import find_key
 from streamrl_queue.nursery import run as run_trio
 from streamrl_queue.rows import Rows
 
-from ..runtime.alone import read_key
 from ..runtime.counts import conservation
 from ..runtime.losses import last_line
 from ..runtime.summary import conservation_table
@@ -38,18 +38,20 @@ def stats(name: str, key: Path | None, *, as_json: bool) -> int:
     target = find(name)
     if target.address is not None:
 
-        async def ask(queue: TransferQueue) -> tuple[Statistics, int, tuple[Version, ...]]:
-            return await queue.statistics(), await queue.journal_bytes(), await queue.versions()
+        async def ask(queue: TransferQueue) -> tuple[Statistics, int, tuple[Version, ...], dict[str, int]]:
+            dropped = await queue.protocol_errors()
+            return await queue.statistics(), await queue.journal_bytes(), await queue.versions(), dropped
 
-        counts, held, versions = _asked(target, key, ask)
+        counts, held, versions, dropped = _asked(target, key, ask)
         source = f"the broker at {target.address}"
     else:
         journal = target.require_journal("stats")
         rows = stand(journal, target.flow())
         counts, versions = rows.statistics(), tuple(rows.versions.values())
         held, source = audit.stored_bytes(journal), f"the journal in {journal}"
+        dropped = {"total": 0}
     if as_json:
-        print_json(_stats_document(counts, held, versions))
+        print_json(_stats_document(counts, held, versions) | {"protocol_errors": dropped})
         return 0
     console = Console()
     console.print(f"from {source}", highlight=False, soft_wrap=True)
@@ -66,6 +68,9 @@ def stats(name: str, key: Path | None, *, as_json: bool) -> int:
         highlight=False,
     )
     console.print(f"{'journal':>10}  {size(held)}", highlight=False)
+    if total := dropped.pop("total"):
+        peers = ", ".join(f"{peer} {n}" for peer, n in dropped.items())
+        console.print(f"{'dropped':>10}  {total} messages that were not for it: connection {peers}", highlight=False)
     return 0
 
 
@@ -248,7 +253,7 @@ def stand(journal: Path, flow: Flow | None) -> Rows:
 def _asked(target: Target, key: Path | None, ask: Callable[[TransferQueue], Awaitable[T]]) -> T:
     """What the broker answers."""
     address = target.require_address("this")
-    secret = read_key(key)
+    secret = find_key(key or target.key_file())
 
     async def session() -> T:
         with trio.fail_after(CONNECT_SECONDS * 4):

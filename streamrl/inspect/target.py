@@ -38,6 +38,14 @@ class Target:
             raise ConfigError(f"{what}: no broker is running on {self.name}; start it first")
         return self.address
 
+    def key_file(self) -> str | None:
+        """The file of the queue's key, when the run's configuration names one."""
+        if self.run is None:
+            return None
+        from ..config import load_file
+
+        return load_file(self.run.config).queue.key_file
+
     def flow(self) -> Flow | None:
         """The stages that the journal's rows pass; None when it does not say."""
         if self.run is not None:

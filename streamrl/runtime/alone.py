@@ -16,34 +16,12 @@ import trio
 from streamrl_queue import open_broker, work_flow
 from streamrl_queue.config import Durability, Recovery
 from streamrl_queue.errors import ConfigError, JournalError
+from streamrl_queue.keys import find_key
 
 from .failure import first_error
 
-KEY_BYTES = 32
 ADDRESS: Final = "broker.address"
 """File beside the journal: where its broker listens, held locked while it does."""
-
-
-def read_key(path: Path | None) -> bytes | None:
-    """The key in a file: 32 raw bytes, or 64 hexadecimal digits.
-
-    Raises:
-        ConfigError: the file cannot be read or holds something else.
-    """
-    if path is None:
-        return None
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--key-file {path}: cannot be read: {error.strerror}") from None
-    if len(data) != KEY_BYTES:
-        try:
-            data = bytes.fromhex(data.decode("ascii").strip())
-        except ValueError:
-            data = b""
-    if len(data) != KEY_BYTES:
-        raise ConfigError(f"--key-file {path}: expected {KEY_BYTES} bytes or {2 * KEY_BYTES} hexadecimal digits")
-    return data
 
 
 def run_broker(
@@ -58,7 +36,7 @@ def run_broker(
 ) -> int:
     """Serve until a signal; `say` is told the address once it is bound. The exit code is 0, or 143 for SIGTERM."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    secret = read_key(key)
+    secret = find_key(key)
 
     async def serve() -> int:
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:

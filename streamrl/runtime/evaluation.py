@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from functools import partial
 
 import pyarrow as pa
 
-from streamrl_queue import TransferQueue
-from streamrl_queue.errors import DeadlineExceeded, LeaseExpired
+from streamrl_queue import Lease, TransferQueue
+from streamrl_queue.errors import DeadlineExceeded
+from streamrl_queue.held import on_held
+from streamrl_queue.schema import KEY_COLUMNS
 
 from .summary import Evaluation
 from .tasks import TaskSource
@@ -39,12 +41,10 @@ async def evaluate(
         lease = await queue.lease("evaluate", rows=rows, wait=1.0)
         if lease is not None:
             assert lease.batch is not None
-            ids = lease.batch.column("row")
-            found = zip(ids.to_pylist(), lease.batch.column("reward").to_pylist(), strict=True)
-            # When the lease has run out, the rows come again and count then.
-            with suppress(LeaseExpired):
-                await queue.write(lease, pa.RecordBatch.from_arrays([ids], names=["row"]))
-                rewards += [reward for row, reward in found if row in wanted]
+            found = dict(zip(lease.ids, lease.batch.column("reward").to_pylist(), strict=True))
+            # What the lease no longer holds has ended, or comes again and counts then.
+            counted = await on_held(queue, lease, lease.ids, partial(_count, queue, lease))
+            rewards += [found[row] for row in counted if row in wanted]
         now_failed = await _lost(queue) - lost
         if lease is not None or now_failed > failed:
             failed, moved = now_failed, time.monotonic()
@@ -53,6 +53,10 @@ async def evaluate(
             raise DeadlineExceeded.waiting(f"{missing} of {rows} evaluation rows", "producers and scorers", seconds)
     reward = sum(rewards) / len(rewards) if rewards else None
     return Evaluation(step=step, reward=reward, rows=len(rewards), failed=failed)
+
+
+async def _count(queue: TransferQueue, lease: Lease, rows: Sequence[int]) -> None:
+    await queue.write(lease, pa.RecordBatch.from_pydict({"row": pa.array(rows, KEY_COLUMNS.field("row").type)}))
 
 
 async def _lost(queue: TransferQueue) -> int:

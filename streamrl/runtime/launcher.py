@@ -22,6 +22,7 @@ from rich.console import Console
 from streamrl_agents.agent import load_agent
 from streamrl_queue import Statistics, TransferQueue
 from streamrl_queue.errors import DeadlineExceeded, NoProgress, StreamRLError
+from streamrl_queue.keys import find_key
 
 from ..base_model import write_base
 from ..config import RunConfig, flow_of, load_file, plain, resolve
@@ -186,7 +187,11 @@ async def _started(
         for spec in others:
             roles.start(spec)
         connection = TransferQueue.connect(
-            launched.address, role="coordinator", name="coordinator", deadline=config.supervision.start_seconds
+            launched.address,
+            key=find_key(config.queue.key_file),
+            role="coordinator",
+            name="coordinator",
+            deadline=config.supervision.start_seconds,
         )
         async with connection as queue:
             if launched.resume:

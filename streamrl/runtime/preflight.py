@@ -12,6 +12,7 @@ from streamrl_agents.agent import load_agent, load_object, place_of
 from streamrl_agents.rewards import OUTCOME
 from streamrl_learners.config import HFModel
 from streamrl_queue.errors import ConfigError
+from streamrl_queue.keys import find_key
 
 from ..base_model import model_weights
 from ..config import RunConfig
@@ -35,6 +36,8 @@ def check_inputs(config: RunConfig, run: RunDirectory) -> None:
     Raises:
         ConfigError: naming the key, and the line of the user's code.
     """
+    with _field("queue.key_file"):
+        find_key(config.queue.key_file)
     with _field("env"):
         load_agent(config.env)
     with _field("tasks.sampler" if config.tasks.sampler else "env"):

@@ -26,6 +26,8 @@ from typing import Any, BinaryIO, Final, NoReturn
 import msgspec
 import trio
 
+from streamrl_queue.keys import find_key
+
 from ..config import RunConfig, flow_of, load_file
 from .failure import LastWords, first_error
 from .lifeline import die_with_parent
@@ -61,12 +63,22 @@ class Context:
     def number(self) -> int:
         return int(self.name.rpartition("-")[2])
 
+    @property
+    def key(self) -> bytes | None:
+        """The queue's key, from its file."""
+        return find_key(self.config.queue.key_file)
+
     def connect(self, endpoint: str | None = None) -> AbstractAsyncContextManager[Any]:
         """A session at the queue under this role's name."""
         from streamrl_queue import TransferQueue
 
         return TransferQueue.connect(
-            self.launch.address, role=self.kind, name=self.name, endpoint=endpoint, deadline=CONNECT_SECONDS
+            self.launch.address,
+            key=self.key,
+            role=self.kind,
+            name=self.name,
+            endpoint=endpoint,
+            deadline=CONNECT_SECONDS,
         )
 
 
@@ -111,6 +123,7 @@ def broker(context: Context) -> None:
                 durability=config.queue.durability,
                 segment_bytes=config.queue.segment_mebibytes << 20,
                 recovery=config.queue.recovery,
+                key=context.key,
             ):
                 await trio.sleep_forever()
 
@@ -123,7 +136,8 @@ def engine(context: Context) -> None:
 
     bind = f"ipc://{context.launch.sockets}/{context.name}-{os.getpid()}"
     config = context.config.engine
-    trio.run(_until_sigterm, partial(run_engine, context.connect, model_dir=context.run.base, config=config, bind=bind))
+    made = partial(run_engine, context.connect, model_dir=context.run.base, config=config, bind=bind, key=context.key)
+    trio.run(_until_sigterm, made)
 
 
 def producer(context: Context) -> None:
@@ -136,7 +150,8 @@ def producer(context: Context) -> None:
 
     async def body() -> None:
         async with context.connect() as queue:
-            await run_producer(queue, agent=agent, template=template, config=context.config.rollout)
+            config = context.config.rollout
+            await run_producer(queue, agent=agent, template=template, config=config, key=context.key)
 
     trio.run(_until_sigterm, body)
 
@@ -166,7 +181,7 @@ def learner(context: Context) -> None:
     from streamrl_queue import BlockingTransferQueue
 
     connection = BlockingTransferQueue.connect(
-        context.launch.address, role="learner", name=context.name, deadline=CONNECT_SECONDS
+        context.launch.address, key=context.key, role="learner", name=context.name, deadline=CONNECT_SECONDS
     )
     with connection as queue:
         queue.report("imports torch")
@@ -190,6 +205,8 @@ def learner(context: Context) -> None:
                 emit=partial(_write_line, metrics),
                 resume=context.launch.resume,
                 serve_after=True,
+                key=context.key,
+                budget_bytes=config.queue.budget_mebibytes << 20,
             )
 
 

@@ -43,6 +43,7 @@ CHANGEABLE: Final = (
     "tracking",
     "learner.checkpoint_every",
     "learner.keep_checkpoints",
+    "queue.key_file",
 )
 """Keys that a resumed run may have other values of: what was trained so far does not depend on them."""
 

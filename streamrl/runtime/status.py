@@ -13,7 +13,9 @@ from rich.text import Text
 
 from streamrl_queue import Member, TransferQueue
 from streamrl_queue.errors import ConfigError
+from streamrl_queue.keys import find_key
 
+from ..config import load_file
 from .counts import conservation
 from .failure import LastWords
 from .panel import gauges
@@ -45,7 +47,9 @@ def print_status(name: str) -> int:
     launch = run.read_launch()
 
     async def ask() -> None:
-        connection = TransferQueue.connect(launch.address, role="status", deadline=CONNECT_SECONDS)
+        connection = TransferQueue.connect(
+            launch.address, key=find_key(load_file(run.config).queue.key_file), role="status", deadline=CONNECT_SECONDS
+        )
         async with connection as queue:
             membership = await queue.members()
             counts = await queue.statistics()

@@ -42,7 +42,7 @@ FULL_EVERY: Final = 50
 MOST_SPINS: Final = 1000
 
 _request = msgspec.msgpack.Decoder(m.Request | Forget).decode
-_reply = msgspec.msgpack.Decoder(m.Reply | wire.Refused).decode
+_reply = msgspec.msgpack.Decoder(m.Reply | wire.Refused | wire.Challenge).decode
 
 
 class Session:
@@ -148,6 +148,9 @@ class Checker:
             request = _request(envelope.body)
         except (ProtocolError, msgspec.MsgspecError):
             return
+        assert self._broker is not None
+        if not self._broker.door.admits(envelope.session, envelope.nonce):
+            return
         key = envelope.session, envelope.id
         self._note_time(envelope.session, request, again=key in self._handled)
         self._handled.add(key)
@@ -156,11 +159,13 @@ class Checker:
     def sent(self, frames: Sequence[Buffer]) -> None:
         """The broker answers. What it says must be true of the disk."""
         envelope, _ = wire.unseal(frames[1:], None)
+        reply = _reply(envelope.body)
+        if isinstance(reply, wire.Challenge):
+            return
         key = envelope.session, envelope.id
         request, asked = self._asked[key]
         if key in self._answered:
             return
-        reply = _reply(envelope.body)
         lost = isinstance(reply, wire.Refused) and reply.error == "SessionLost"
         if lost:
             self._handled.discard(key)

@@ -105,6 +105,8 @@ class Network:
         self.rates = CALM
         self.counts: defaultdict[str, int] = defaultdict(int)
         self._rng = rng
+        # Of its own, so that what is drawn for a secret moves no fault.
+        self._secrets = random.Random(repr(rng.getstate()))
         self._trace = trace
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count(1)
@@ -112,6 +114,10 @@ class Network:
         self._routers: dict[str, SimRouter] = {}
         self._lonely: defaultdict[str, list[SimDealer]] = defaultdict(list)
         self._sleep = trio.CancelScope()
+
+    def entropy(self, size: int) -> bytes:
+        """Bytes that differ every time."""
+        return self._secrets.randbytes(size)
 
     def transport(self, node: Node, observer: Observer | None = None) -> SimTransport:
         """How `node` reaches the others. `observer` sees what its routers receive and send."""
@@ -412,6 +418,10 @@ class SimTransport:
         self._network = network
         self._node = node
         self._observer = observer
+
+    def entropy(self, size: int) -> bytes:
+        """Bytes out of the seed."""
+        return self._network.entropy(size)
 
     def router(self, address: str, *, key: bytes | None) -> SimRouter:
         """Listen at `address`; one that ends in `:0` gets a number of its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,14 @@ def brevity(turns: int) -> float:
 def judge(task: dict[str, Any], answer: str, text: str) -> float:
     assert text.startswith("<|user|>")
     return float(str(task["value"]) in answer)
+
+
+HELD_UP = threading.Event()
+
+
+def held_up(turns: int) -> float:
+    assert HELD_UP.wait(20)
+    return 1.0
 
 
 def broken(status: str) -> float:
@@ -68,15 +77,18 @@ class Queue:
             return None
         self.asked = list(columns)
         lines = [{"row": r["row"], **{name: r[name] for name in columns}} for r in taken]
-        return SimpleNamespace(batch=pa.RecordBatch.from_pylist(lines))
+        return SimpleNamespace(id=1, batch=pa.RecordBatch.from_pylist(lines))
 
     async def write(self, lease: Any, batch: pa.RecordBatch) -> None:
         if self.expired:
             raise LeaseExpired("rows 0: leased by scorer-1 since")
-        schema.check(batch, ["reward", "reward_parts"], "test")
+        schema.check(batch, ["reward", "reward_parts"], "test", training=True)
         for line in batch.to_pylist():
             self.written[line["row"]] = line["reward"]
             self.parts[line["row"]] = dict(line["reward_parts"])
+
+    async def extend(self, lease: Any) -> tuple[int, ...]:
+        raise LeaseExpired("lease 1 is over")
 
     async def drop(self, lease: Any, rows: Sequence[int], *, reason: str) -> None:
         self.dropped.setdefault(reason, []).extend(rows)
@@ -147,6 +159,44 @@ def test_through_a_real_queue_rows_are_scored_failed_ones_dropped_and_nothing_is
             statistics = await queue.statistics()
             statistics.check()
             assert statistics.dropped == {"error_env": 1}
+
+    with_deadline(main, 30)
+
+
+def test_rows_that_end_while_they_are_scored_cost_the_worker_none_of_the_others(tmp_path: Path) -> None:
+    flow = training_flow(QueueConfig(partial_members=2, straggler_seconds=0.05), rows_per_step=4)
+    episode = play(lookup(), "Answer: 42", task=TASK, template=lookup_template())
+    failed = play(lookup(), task={}, template=lookup_template())
+
+    async def main() -> None:
+        async with (
+            open_broker(flow, tmp_path / "journal", bind=f"ipc://{tmp_path}/q") as broker,
+            TransferQueue.connect(broker.address) as queue,
+        ):
+            await queue.commit_version(await queue.begin_version(0, None), "digest")
+            await queue.put([Task(env="lookup", task=TASK, index=i) for i in range(2)], members=4)
+            lease = await queue.lease("rollout", rows=8)
+            assert lease is not None
+            # The third row of the first group will be a straggler, and so will the fourth, which is dropped on its own.
+            episodes = [episode] * 3 + [failed] + [episode] * 4
+            await queue.write(lease, schema.trajectory_batch(lease.ids, episodes))
+            fast = await queue.lease("reward", rows=2)
+            assert fast is not None
+            await queue.write(fast, schema.reward_batch(fast.ids, [0.0, 1.0], [{}, {}]))
+            async with open_nursery() as nursery:
+                HELD_UP.clear()
+                nursery.start_soon(run_reward_worker, queue, Scorer({f"{HERE}:held_up": 1.0}))
+                ready = await queue.lease("advantage", rows=1, wait=10)
+                assert ready is not None
+                assert ready.ids == fast.ids
+                HELD_UP.set()
+                others = await queue.lease("advantage", rows=1, wait=10)
+                nursery.cancel_scope.cancel()
+            assert others is not None
+            assert [(row.row, row.attempt) for row in others.rows] == [(row, 1) for row in lease.ids[4:]]
+            statistics = await queue.statistics()
+            statistics.check()
+            assert statistics.dropped == {"straggler": 2}
 
     with_deadline(main, 30)
 
@@ -232,7 +282,7 @@ def test_text_without_a_tokenizer_is_refused() -> None:
 def test_a_configuration_that_cannot_reward_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected at least one reward function"):
         RewardConfig(parts={})
-    with pytest.raises(ConfigError, match=r"parts\.outcome: expected a finite weight"):
+    with pytest.raises(ConfigError, match=r"reward\.parts\.outcome: expected a weight .* got inf"):
         RewardConfig(parts={"outcome": float("inf")})
 
 
@@ -245,7 +295,7 @@ def test_episodes_go_into_the_stage_as_they_were_recorded() -> None:
         play(lookup(), task={}, template=template),
     ]
     batch = schema.trajectory_batch(range(4), played)
-    schema.check(batch, schema.TRAJECTORY_COLUMNS.names, "test")
+    schema.check(batch, schema.TRAJECTORY_COLUMNS.names, "test", training=True)
     queue = work(batch.to_pylist())
     assert queue.written == {0: 1.0, 1: 0.0, 2: 0.0}
     assert queue.dropped == {"error_env": [3]}

@@ -16,10 +16,12 @@ from streamrl_queue.errors import LeaseExpired
 
 
 class SlowQueue:
-    """Hands out two groups; the lease on the first has run out before its advantages are written."""
+    """Hands out two groups; a row of the first has ended before its advantages are written, or all of it has."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, gone: bool) -> None:
         self.written: list[int] = []
+        self.released: list[int] = []
+        self._gone = gone
         self._lease = 0
 
     def report(self, activity: str | None = None, **gauges: float) -> None:
@@ -39,14 +41,28 @@ class SlowQueue:
             raise LeaseExpired("lease 1 is over")
         self.written += batch.column("row").to_pylist()
 
+    async def release(self, lease: Lease, *, reason: str) -> None:
+        if self._gone:
+            raise LeaseExpired("lease 1 is over")
+        self.released.append(lease.id)
 
-def test_a_lease_that_ran_out_costs_the_worker_nothing_but_its_work(caplog: pytest.LogCaptureFixture) -> None:
-    queue = SlowQueue()
 
+def work(queue: SlowQueue) -> None:
     async def body() -> None:
         with trio.move_on_after(0.2):
             await run_advantage_worker(cast(TransferQueue, queue), Grpo())
 
     trio.run(body)
+
+
+def test_a_lease_that_ran_out_costs_the_worker_nothing_but_its_work(caplog: pytest.LogCaptureFixture) -> None:
+    queue = SlowQueue(gone=True)
+    work(queue)
     assert queue.written == [4, 5]
     assert "lease 1 is over" in caplog.text
+
+
+def test_groups_whose_members_ended_meanwhile_are_given_back_at_once_to_be_compared_without_them() -> None:
+    queue = SlowQueue(gone=False)
+    work(queue)
+    assert (queue.released, queue.written) == ([1], [4, 5])

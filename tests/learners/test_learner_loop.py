@@ -9,7 +9,7 @@ import torch
 from learner_fakes import FakeQueue, make_policy, make_row
 
 from streamrl_learners.algorithms.metrics import Tally
-from streamrl_learners.checkpoint import Checkpoints
+from streamrl_learners.checkpoint import Checkpoints, complete_steps
 from streamrl_learners.config import LearnerConfig, PPOClip
 from streamrl_learners.ledger import Ledger
 from streamrl_learners.loop import Training, train
@@ -161,6 +161,19 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     train(second, 3, 4)
     for a, b in zip(straight.policy.parameters(), second.policy.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_room_is_made_by_a_checkpoint_and_then_by_the_older_ones(tmp_path):
+    queue = FakeQueue([make_row(i) for i in range(20)])
+    run, _ = make_training(queue, tmp_path)
+    run.ledger.make_room(0)
+    train(run, 1, 5)
+    steps = []
+    for _ in range(4):
+        run.ledger.make_room(5)
+        steps.append(complete_steps(tmp_path / "checkpoints"))
+    assert steps == [[4, 5], [5], [5], [5]]
+    assert [entry for entry in queue.log if entry[0] == "retire"] == [("retire", step) for step in (2, 2, 4, 5)]
 
 
 def test_without_a_checkpoint_a_resumed_run_starts_over(tmp_path):

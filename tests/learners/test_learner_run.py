@@ -94,7 +94,8 @@ async def sample(address: str, engine: FakeEngine) -> None:
 class Run:
     """A queue with a producer, a scorer and an engine in a thread of their own."""
 
-    def __init__(self, directory: Path, engine: FakeEngine, tasks: int) -> None:
+    def __init__(self, directory: Path, engine: FakeEngine, tasks: int, budget_bytes: int = 1 << 34) -> None:
+        self.budget_bytes = budget_bytes
         self.directory = directory
         self.engine = engine
         self.tasks = tasks
@@ -105,6 +106,7 @@ class Run:
 
     async def main(self) -> None:
         flow = training_flow(QueueConfig(max_staleness=2), rows_per_step=8)
+        flow = msgspec.structs.replace(flow, budget_bytes=self.budget_bytes)
         async with trio.open_nursery() as nursery, open_broker(flow, self.directory) as broker:
             self.address = broker.address
             self.token = trio.lowlevel.current_trio_token()
@@ -113,16 +115,18 @@ class Run:
             self.join = partial(nursery.start_soon, sample, self.address)
             self.join(self.engine)
             async with TransferQueue.connect(self.address) as queue:
-                await queue.put([Task(env="e", task={}, index=i) for i in range(self.tasks)], members=4)
                 self.opened.set()
                 with self.scope:
+                    # One at a time: with a small budget they wait for room.
+                    for i in range(self.tasks):
+                        await queue.put([Task(env="e", task={"text": "y" * 4000}, index=i)], members=4, wait=60.0)
                     await trio.sleep_forever()
             nursery.cancel_scope.cancel()
 
 
 @contextmanager
-def running(directory: Path, engine: FakeEngine, tasks: int = 8) -> Iterator[Run]:
-    machine = Run(directory, engine, tasks)
+def running(directory: Path, engine: FakeEngine, tasks: int = 8, **options: int) -> Iterator[Run]:
+    machine = Run(directory, engine, tasks, **options)
     thread = threading.Thread(target=run, args=(machine.main,))
     thread.start()
     assert machine.opened.wait(10)
@@ -206,6 +210,18 @@ def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(tmp_pa
     machine.statistics.check()
     assert machine.statistics.trained == 32
     assert complete_steps(tmp_path / "checkpoints") == [2, 4]
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_rows_that_no_checkpoint_covers_yet_never_keep_out_those_that_the_step_waits_for(tmp_path, caplog, every):
+    """Slow (about 6 s): the journal has room for the rows of two steps, and each shortage lasts a second."""
+    config = msgspec.structs.replace(CONFIG, steps=5, checkpoint_every=every, wait_seconds=5.0)
+    budget = 24 << 10
+    with running(tmp_path / "journal", FakeEngine("engine-0"), tasks=10, budget_bytes=budget) as machine:
+        emitted = learn(machine, tmp_path, config=config, budget_bytes=budget)
+    machine.statistics.check()
+    assert (len(emitted), machine.statistics.trained) == (5, 40)
+    assert "a checkpoint ahead of its time" in caplog.text
 
 
 def test_a_publish_that_cannot_be_verified_ends_the_learner_with_its_own_error(tmp_path):

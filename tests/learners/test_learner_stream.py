@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 from learner_fakes import FakeQueue, make_row
 
@@ -40,6 +43,53 @@ def test_a_rank_that_does_not_lead_says_what_it_waits_for_and_does():
     queue.report = lambda activity=None, **gauges: said.append(activity)
     list(make_stream(queue, ranks=Follower(rank=1, world=2)).micro_batches(1))
     assert said == ["waits for the leader's rows of step 1", "trains step 1"]
+
+
+class Starved(FakeQueue):
+    """All rows that there are have been handed out, and the journal holds 600 bytes."""
+
+    def __init__(self, *, others: int = 0) -> None:
+        super().__init__(ROWS, arrivals=[4])
+        self.others = others
+        self.rooms: list[int] = []
+        self.journal_bytes = lambda: 600
+
+    def make_room(self, step: int) -> None:
+        self.rooms.append(step)
+        self.arrivals = [4]
+
+    def statistics(self) -> SimpleNamespace:
+        states = {"trained": 16, "leased": 4, "waiting": self.others}
+        return SimpleNamespace(by_split={"train": states, "eval": {"waiting": 7}})
+
+
+@pytest.mark.parametrize(
+    ("others", "budget", "step", "rooms"),
+    [(0, 1000, 3, [2]), (1, 1000, 3, []), (0, 2000, 3, []), (0, None, 3, []), (0, 1000, 1, [])],
+)
+def test_room_is_asked_for_only_when_no_other_row_is_left_and_the_journal_may_be_full(others, budget, step, rooms):
+    queue, seconds = Starved(others=others), itertools.count(0.0, 0.3)
+    stream = make_stream(queue, clock=lambda: next(seconds), budget_bytes=budget, make_room=queue.make_room)
+    queue.arrivals = [4, *[0] * 100]
+    if rooms:
+        list(stream.micro_batches(step))
+        assert len(stream.rows(step)) == 8
+    else:
+        with pytest.raises(DeadlineExceeded, match=r"\(4 of 8 are there\)"):
+            list(stream.micro_batches(step))
+    assert queue.rooms == rooms
+
+
+def test_a_rank_that_does_not_lead_makes_room_with_the_leader():
+    words = [Round(Turn.MAKE_ROOM), Round(Turn.HAND_OUT, ((0, 1, 2, 3), (4, 5, 6, 7)))]
+
+    class Follower(Ranks):
+        def share(self, numbers):
+            return words.pop(0).encode()
+
+    rooms: list[int] = []
+    list(make_stream(FakeQueue(ROWS), ranks=Follower(rank=1, world=2), make_room=rooms.append).micro_batches(3))
+    assert rooms == [2]
 
 
 def test_steps_share_no_row():

@@ -27,6 +27,7 @@ from streamrl_queue.errors import (
     StepConflict,
     StreamRLError,
 )
+from streamrl_queue.nonces import NONCE_BYTES
 from streamrl_queue.replays import Replays
 from streamrl_queue.rpc import MOST_NAMED, Forget, RpcClient
 from streamrl_queue.transport import ZEROMQ, Dealer
@@ -46,20 +47,25 @@ class Wire:
     def __init__(self, dealer: Dealer, session: str) -> None:
         self._dealer = dealer
         self._session = session
+        self._nonce = bytes(2 * NONCE_BYTES)
 
     def seal(self, id: int, request: msgspec.Struct, *asking: int) -> list[Any]:
-        return wire.seal(self._session, id, request, None, None, asking)
+        return wire.seal(self._session, id, request, None, None, asking, self._nonce)
 
     async def tell(self, frames: list[Any]) -> None:
         await self._dealer.send(frames)
 
     async def ask(self, id: int, request: msgspec.Struct, *asking: int) -> Any:
         await self._dealer.send(self.seal(id, request, *asking))
-        return await self.reply()
+        reply = await self.reply()
+        if not isinstance(reply, wire.Challenge):
+            return reply
+        self._nonce = self._nonce[:NONCE_BYTES] + reply.token
+        return await self.ask(id, request, *asking)
 
     async def reply(self) -> Any:
         envelope, _ = wire.unseal(await self._dealer.recv(), None)
-        return msgspec.msgpack.decode(envelope.body, type=m.Reply | wire.Refused)
+        return msgspec.msgpack.decode(envelope.body, type=m.Reply | wire.Refused | wire.Challenge)
 
 
 def lease_of(rows: int, stage: str = "rollout", step: int | None = None) -> m.LeaseRows:

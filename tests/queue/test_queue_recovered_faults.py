@@ -29,6 +29,7 @@ from streamrl_queue.broker import _tokens_of
 from streamrl_queue.errors import LeaseExpired, SessionLost
 from streamrl_queue.events import VersionBegun
 from streamrl_queue.journal import Journal
+from streamrl_queue.nonces import NONCE_BYTES, Door
 from streamrl_queue.nursery import run as run_trio
 from streamrl_queue.rpc import RpcClient, RpcServer
 from streamrl_queue.state import Version
@@ -245,6 +246,9 @@ class TwiceRouter:
         return True
 
 
+SECRET = b"s" * 32
+
+
 def test_a_request_that_arrives_twice_at_once_is_handled_once() -> None:
     handled: list[object] = []
 
@@ -253,8 +257,9 @@ def test_a_request_that_arrives_twice_at_once_is_handled_once() -> None:
         return m.Number(1)
 
     async def test() -> None:
-        router = TwiceRouter([b"peer", *wire.seal("s", 1, m.Extend(7), None, None)])
-        server = RpcServer(cast(Router, router), m.Request, handle, None)
+        nonce = bytes(NONCE_BYTES) + Door(SECRET).token("s", bytes(NONCE_BYTES))
+        router = TwiceRouter([b"peer", *wire.seal("s", 1, m.Extend(7), None, None, nonce=nonce)])
+        server = RpcServer(cast(Router, router), m.Request, handle, None, SECRET)
         with trio.move_on_after(5):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(server._receive, nursery)

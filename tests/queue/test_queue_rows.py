@@ -455,7 +455,7 @@ def test_a_refused_decision_changes_nothing() -> None:
     ):
         with pytest.raises(QueueError):
             refuse()
-    assert driver.rows.lease(0.0, "s", "rollout", rows=8, at_least=100) is None
+    assert driver.rows.lease(0.0, "s", "rollout", rows=100, at_least=100) is None
     assert picture(driver.rows) == before
     lease = driver.lease("rollout", rows=12)
     assert lease

@@ -189,7 +189,7 @@ def test_stages_that_contradict_themselves_are_refused(options: dict[str, object
 def test_the_settings_of_a_run_say_so_too() -> None:
     with pytest.raises(ConfigError, match=r"queue\.partial_members is 3 and queue\.straggler_seconds is None"):
         QueueConfig(partial_members=3)
-    with pytest.raises(ConfigError, match=r"queue\.straggler_seconds: expected more than 0"):
+    with pytest.raises(ConfigError, match=r"queue\.straggler_seconds: expected 0\.001 to 10000000, got -1\.0"):
         QueueConfig(partial_members=3, straggler_seconds=-1.0)
     with pytest.raises(ConfigError, match=r"queue\.partial_members: expected at least 2"):
         training_flow(QueueConfig(partial_members=1, straggler_seconds=5.0), rows_per_step=8)

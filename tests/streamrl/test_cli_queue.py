@@ -14,9 +14,9 @@ import trio
 from streamrl import cli
 from streamrl.inspect.reading import fold
 from streamrl.inspect.target import find
-from streamrl.runtime.alone import read_key
 from streamrl_queue import TransferQueue
 from streamrl_queue.errors import ConfigError
+from streamrl_queue.keys import read_key
 
 KEY = bytes(range(32))
 
@@ -70,6 +70,15 @@ def test_rows_of_stages_that_nobody_has_leased_yet_are_known_to_be_unfinished(tm
     assert fold(tmp_path, find(str(tmp_path)).flow()).by_split() == {"train": {"ready": 2}}
 
 
+@pytest.mark.parametrize("stages", ["", "first,", " ,second"])
+def test_a_stage_without_a_name_is_refused(stages: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["queue", "--bind", "tcp://127.0.0.1:0", "--dir", str(tmp_path / "journal"), "--stages", stages])
+    assert ended.value.code == 2
+    assert f"--stages: expected names with commas between them, got {stages!r}" in capsys.readouterr().err
+    assert not (tmp_path / "journal").exists()
+
+
 def test_a_public_address_without_a_key_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["queue", "--bind", "tcp://0.0.0.0:0", "--dir", str(tmp_path)]) == 1
     assert "needs a key" in capsys.readouterr().err
@@ -89,6 +98,7 @@ def test_an_address_in_use_is_refused_by_name(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_key_is_32_bytes_or_their_hexadecimal_digits(tmp_path: Path) -> None:
     file = tmp_path / "key"
+    file.touch(0o600)
     file.write_bytes(KEY)
     assert read_key(file) == KEY
     file.write_text(KEY.hex() + "\n")

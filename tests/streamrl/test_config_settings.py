@@ -10,6 +10,7 @@ import pytest
 
 from streamrl import explain, settings
 from streamrl.config import RunConfig, find_file, load_file, resolve, to_yaml
+from streamrl_queue.config import QueueConfig
 from streamrl_queue.errors import ConfigError
 
 ENV = {"env": "streamrl_agents.environments.lookup:Lookup"}
@@ -59,12 +60,60 @@ def test_an_option_that_the_chosen_kind_would_ignore_is_refused_naming_its_keys(
         (["learner.min_engines=2"], ("learner.min_engines", "engine.count")),
         (["engine.max_tokens=4096"], ("engine.max_tokens", "model.max_positions")),
         (["rollout.temperature=0"], ("rollout.temperature", "tasks.group_size")),
+        (["learner.transfer=nccl"], ("learner.transfer", "learner.device")),
+        (["learner.device=cuda"], ("learner.transfer", "engine.device")),
     ],
 )
 def test_a_contradiction_names_both_keys(overrides: list[str], both: tuple[str, str]) -> None:
     # The defaults of model and engine differ in length; the case under test is the only contradiction.
     said = refusal("model.max_positions=2048", *overrides)
     assert all(key in said for key in both)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("queue.max_staleness=1000001", "queue.max_staleness: expected 0 to 1000000, got 1000001"),
+        ("queue.max_staleness=100000000000000000000", "queue.max_staleness: expected a number of at most 64 bits"),
+        ("queue.session_seconds=.nan", "queue.session_seconds: expected a finite number, got nan"),
+        ("queue.rollout_seconds=.nan", "queue.rollout_seconds: expected a finite number, got nan"),
+        ("queue.scoring_seconds=1e-9", "queue.scoring_seconds: expected 0.1 to 10000000, got 1e-09"),
+        ("queue.scoring_seconds=.inf", "queue.scoring_seconds: expected a finite number, got inf"),
+        ("queue.max_deliveries=100000000000", "queue.max_deliveries: expected 1 to 1000000, got 100000000000"),
+        ("queue.waiting_rows=100000000000", "queue.waiting_rows: expected 1 to 2147483647, got 100000000000"),
+        ("queue.waiting_rows=100000000000000000000000", "queue.waiting_rows: expected a number of at most 64 bits"),
+        ("queue.budget_mebibytes=0", "queue.budget_mebibytes: expected 1 to 1073741824, got 0"),
+        ("queue.budget_mebibytes=-5", "queue.budget_mebibytes: expected 1 to 1073741824, got -5"),
+        ("supervision.drain_seconds=.nan", "supervision.drain_seconds: expected a finite number, got nan"),
+        ("supervision.drain_seconds=-1", "supervision.drain_seconds: expected 0 to 10000000, got -1.0"),
+        ("supervision.max_lost_share=1.5", "supervision.max_lost_share: expected 0 to 1, got 1.5"),
+        ("supervision.silent_seconds=0", "supervision.silent_seconds: expected 1 to 10000000, got 0.0"),
+        ("supervision.start_seconds=-1", "supervision.start_seconds: expected 0.1 to 10000000, got -1.0"),
+        ("tasks.group_size=70000", "tasks.group_size: expected 1 to 65535, got 70000"),
+        ("producers=100000", "producers: expected 1 to 1024, got 100000"),
+        ("engine.count=0", "engine.count: expected 1 to 1024, got 0"),
+        ("engine.device=tpu", "engine.device: expected cpu, cuda or cuda:0, got 'tpu'"),
+        ("rollout.turn_seconds=0", "rollout.turn_seconds: expected 0.001 to 10000000, got 0.0"),
+        ("learner.betas=[1.5, 0.9]", "learner.betas[0]: expected `float` < 1.0"),
+        ("learner.betas=[.nan, 0.9]", "learner.betas[0]: expected a finite number, got nan"),
+        ("learner.learning_rate=.inf", "learner.learning_rate: expected a finite number, got inf"),
+        ("learner.device=tpu", "learner.device: expected one of cpu, cuda; got 'tpu'"),
+        ("learner.transfer=ncl", "learner.transfer: expected one of auto, gloo, nccl; got 'ncl'; did you mean nccl?"),
+        ("learner.ranks=5000", "learner.ranks: expected `int` <= 1024"),
+        ("reward.parts={}", "reward.parts: expected at least one reward function"),
+        ("reward.parts={outcom: 1}", "reward.parts: expected outcome, module:name or path/file.py:name, got 'outcom'"),
+        ("reward.parts={outcome: .nan}", "reward.parts.outcome: expected a finite number, got nan"),
+        ("reward.rows=0", "reward.rows: expected 1 to 2147483647, got 0"),
+    ],
+)
+def test_a_value_out_of_its_bounds_is_refused_with_its_key_and_the_bounds(override: str, said: str) -> None:
+    assert refusal(override).startswith(said)
+
+
+@pytest.mark.parametrize("field", ["session_seconds", "straggler_seconds", "max_staleness"])
+def test_nan_is_within_no_bounds_where_no_file_is_read_either(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"queue.{field}: expected .* got nan"):
+        QueueConfig(**{"partial_members": 2, "straggler_seconds": 1.0, field: float("nan")})
 
 
 def test_asynchrony_without_a_correction_is_allowed_only_when_nothing_is_stale() -> None:

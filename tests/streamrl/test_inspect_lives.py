@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from inspect_support import FLOW, made, publish, roll_out, score, tasks, train, trouble, two_steps
+from inspect_support import FLOW, made, publish, roll_out, score, tasks, train, trajectory, trouble, two_steps
 
 from streamrl.inspect.lives import Life, Lives
 from streamrl.inspect.reading import fold
-from streamrl_queue import Flow, Stage, TransferQueue, audit
+from streamrl_queue import Flow, Stage, Task, TransferQueue, audit
 from streamrl_queue.errors import QueueError
-from streamrl_queue.events import Event
+from streamrl_queue.events import Event, Moved
 from streamrl_queue.rows import Rows
-from streamrl_queue.schema import reward_batch
+from streamrl_queue.schema import reward_batch, trajectory_batch
 from streamrl_queue.state import Lease
 
 
@@ -80,6 +81,38 @@ def test_death_drop_and_return_have_their_reasons(tmp_path: Path) -> None:
     again = leased.last("granted")
     assert again is not None
     assert again.attempt == 1, "what was given back does not count as a delivery"
+
+
+async def drop(queue: TransferQueue, stage: str, rows: int) -> None:
+    lease = await queue.lease(stage, rows=rows, wait=1)
+    assert lease is not None
+    await queue.drop(lease, reason="error_env")
+
+
+def test_columns_that_the_queue_moved_are_those_of_their_row(tmp_path: Path) -> None:
+    """The first rows of a record end, the others are copied with the record, which is a sparse segment's rest."""
+
+    async def move(queue: TransferQueue) -> None:
+        await publish(queue)
+        await queue.put(tasks(8), split="eval")
+        await drop(queue, "rollout", 3)
+        lease = await queue.lease("rollout", rows=5, wait=1)
+        assert lease is not None
+        await queue.write(lease, trajectory_batch(lease.ids, [trajectory(length=row) for row in lease.ids]))
+        await drop(queue, "reward", 2)
+        # What ends at once leaves a sparse segment.
+        for number in range(40):
+            long = Task(env="e", task={"text": "y" * 30000}, source="long", index=number)
+            await queue.put([long], split="eval")
+            await drop(queue, "rollout", 1)
+
+    journal = made(tmp_path, move, segment_bytes=1 << 18)
+    moved = [entry.event for entry in audit.events(journal) if isinstance(entry.event, Moved)]
+    assert {event.stage for event in moved} == {"", "rollout"}
+    lives = fold(journal, FLOW, columns=("task", "tokens"))
+    left = {row: lives.rows[row].columns for row in (6, 7, 8)}
+    assert {row: json.loads(columns["task"]) for row, columns in left.items()} == {row: {"i": row - 1} for row in left}
+    assert {row: len(columns["tokens"]) for row, columns in left.items()} == {row: row for row in left}
 
 
 def test_a_step_that_a_resume_undid_is_told_as_given_back(tmp_path: Path) -> None:
