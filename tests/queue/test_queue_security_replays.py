@@ -34,8 +34,10 @@ class Tap(ZeroMQ):
 
         class Tapped(ZmqDealer):
             def _send_now(self, frames: Sequence[Buffer]) -> bool:
-                tap.said.append([bytes(frame) for frame in frames])
-                return super()._send_now(frames)
+                # Before there is a connection nothing leaves, and it is said again.
+                if sent := super()._send_now(frames):
+                    tap.said.append([bytes(frame) for frame in frames])
+                return sent
 
             def try_recv(self) -> list[Buffer] | None:
                 frames = super().try_recv()
