@@ -158,28 +158,34 @@ class Segment:
     def sync(self) -> None:
         os.fdatasync(self._fd)
 
-    def records(self) -> Iterator[_Record]:
+    def records(self, *, last: bool) -> Iterator[_Record]:
         """Check and yield every record, to the end of what was written whole.
 
+        Only the `last` segment may end in a record that was being written; the others were cut when they were full.
+
         Raises:
-            JournalError: an event is damaged and whole records follow.
+            JournalError: an event is damaged, and whole records or segments follow.
         """
         while (record := _parse(self.view, self.end)) is not None:
-            if not record.whole and _next_whole(self.view, record.end) is None:
+            if last and not record.whole and _next_whole(self.view, record.end) is None:
                 break
             self.end = record.end
             self.events += 1
             yield record
-        self._discard_tail(self.end)
+        self._discard_tail(self.end, last=last)
         self.read = True
 
-    def _discard_tail(self, start: int) -> None:
+    def seal(self) -> None:
+        """Nothing more comes: what is behind the last record, a hole or a write that failed, is cut off."""
+        os.ftruncate(self._fd, self.end)
+
+    def _discard_tail(self, start: int, *, last: bool) -> None:
         trailing = bytes(self.view[start:]).rstrip(b"\0")
         if not trailing:
             return
-        if _next_whole(self.view, start + ALIGNMENT) is not None:
+        if not last or _next_whole(self.view, start + ALIGNMENT) is not None:
             raise JournalError(
-                f"{self.path}: the event at byte {start} is damaged, and whole records follow; "
+                f"{self.path}: the event at byte {start} is damaged, and others follow; "
                 "restore the file from a copy, or move the journal away and start the run anew"
             )
         log.warning("%s: discarded %d trailing bytes of an incomplete record", self.path, len(trailing))
@@ -252,7 +258,6 @@ class Journal:
                 self._snapshots = sorted(int(p.stem) for p in self.directory.glob("*.snapshot") if p <= path)
                 return data[32:]
             log.warning("%s is damaged; going back to the one before it", path)
-            path.unlink()
         return None
 
     def recover(self) -> Iterator[tuple[Event, int] | Damaged]:
@@ -261,15 +266,13 @@ class Journal:
         Raises:
             JournalError: a record before the tail is damaged; names the file and the byte.
         """
-        first = self._snapshots[-1] if self._snapshots else 0
-        for path in sorted(self.directory.glob("*.segment")):
-            if path.stat().st_size == 0:
-                path.unlink()
-                continue
+        first = self._snapshots[-1] if self._snapshots else 1
+        paths = self._paths(first)
+        for path in paths:
             segment = self._segments[int(path.stem)] = Segment(path)
             # Whether the process before this one has synced it is not known.
             self._unsynced.add(segment.number)
-            for record in segment.records():
+            for record in segment.records(last=path == paths[-1]):
                 if segment.number < first:
                     continue
                 number = segment.number << 32 | record.start
@@ -285,6 +288,26 @@ class Journal:
                 yield Damaged(record.event, number, place)
         if self._segments:
             self._reopen_last()
+
+    def _paths(self, first: int) -> list[Path]:
+        """The segments, of which none from `first` on may be missing.
+
+        Raises:
+            JournalError: naming the segments that are missing, or empty although others follow.
+        """
+        paths = sorted(self.directory.glob("*.segment"))
+        if paths and paths[-1].stat().st_size == 0:
+            # Its broker died as it made it.
+            paths.pop().unlink()
+        numbers = {int(path.stem) for path in paths if path.stat().st_size}
+        newest = max((int(path.stem) for path in paths), default=0)
+        if missing := [f"{number:08d}.segment" for number in range(first, newest + 1) if number not in numbers]:
+            known = "the snapshot before it" if self._snapshots else "the beginning, for no snapshot is whole"
+            raise JournalError(
+                f"{self.directory}: {', '.join(missing[:8])} is missing or empty, and what happened since {known} "
+                "cannot be known without; restore the file from a copy, or move the journal away and start the run anew"
+            )
+        return [path for path in paths if int(path.stem) in numbers]
 
     def _reopen_last(self) -> None:
         """Grow the last segment back to its full size, so that it can be appended to."""
@@ -324,6 +347,8 @@ class Journal:
             return last
         if last is not None and self.durability == "fsync":
             self.sync()
+        if last is not None:
+            last.seal()
         number = last.number + 1 if last is not None else 1
         if last is not None and self.dump is not None and (state := self.dump()) is not None:
             self._write_snapshot(number, state)
@@ -380,8 +405,17 @@ class Journal:
     # -- what rows need
 
     def need(self, record: int) -> None:
-        """Some row needs the record's payload."""
-        segment = self._segments[record >> 32]
+        """Some row needs the record's payload.
+
+        Raises:
+            JournalError: the segment is gone.
+        """
+        segment = self._segments.get(record >> 32)
+        if segment is None:
+            raise JournalError(
+                f"{self.directory}: {record >> 32:08d}.segment is missing or empty, and rows have columns in it; "
+                "restore the file from a copy, or move the journal away and start the run anew"
+            )
         size = segment.payload_bytes(record & 0xFFFFFFFF)
         segment.needed += size
         self.needed_bytes += size

@@ -85,6 +85,10 @@ class Store:
         for record in self.rows.references:
             self.journal.need(record)
         self.journal.dump = self._dump
+        try:
+            self.rows.statistics().check()
+        except AssertionError as error:
+            raise JournalError(f"{self.journal.directory}: events are missing: {error}") from error
         for found in damaged:
             self._give_up(found.record)
         configured = self.rows.configure(self._wall(), self._flow)
@@ -128,7 +132,7 @@ class Store:
         except Exception as error:
             raise BrokenState(f"{event} was recorded but does not fit the state") from error
         self._changes += len(event.lines) * event.members if isinstance(event, Put) else len(getattr(event, "rows", ()))
-        if record in self.rows.references:
+        if self.rows.references.get(record):
             self.journal.need(record)
         for freed in self.rows.freed:
             # A record whose rows ended with it was never needed.

@@ -63,7 +63,10 @@ def examine(journal: Path, flow: Flow | None) -> Report:
         stored_bytes=audit.stored_bytes(journal),
         events={},
         statistics=None,
-        damage=[str(found) for found in audit.snapshots(journal) if isinstance(found, audit.Damage)],
+        damage=[
+            *_missing(journal),
+            *(str(found) for found in audit.snapshots(journal) if isinstance(found, audit.Damage)),
+        ],
         faults=[],
         notes=[],
     )
@@ -90,6 +93,13 @@ def examine(journal: Path, flow: Flow | None) -> Report:
     report.statistics = rows.statistics()
     report.faults += _unsound(rows, lives)
     return report
+
+
+def _missing(journal: Path) -> list[str]:
+    """Segments of which neither the file nor its ledger is there, although later ones are."""
+    numbers = {int(path.stem) for suffix in ("segment", "ledger") for path in journal.glob(f"*.{suffix}")}
+    gone = sorted(set(range(1, max(numbers, default=0))) - numbers)
+    return [f"{journal / f'{number:08d}.segment'} is missing: what happened in it is lost" for number in gone]
 
 
 def _apply(rows: Rows | None, found: Entry | audit.Damage, report: Report) -> Rows | None:

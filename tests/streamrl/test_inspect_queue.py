@@ -367,3 +367,13 @@ def test_a_dead_row_of_a_queue_alone_is_found_and_put_again(tmp_path: Path, caps
         assert f"belongs to the broker at {address}" in capsys.readouterr().err
     finally:
         assert end(process, signal.SIGTERM) == 143
+
+
+def test_verify_names_the_segments_that_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = made(tmp_path, two_steps, segment_bytes=3 << 12)
+    first = min(journal.glob("*.segment"))
+    first.unlink()
+    assert cli.main(["queue", "verify", str(journal), "--json"]) == 1
+    report = found(capsys)
+    assert isinstance(report, dict)
+    assert f"{first} is missing: what happened in it is lost" in report["damage"]
