@@ -17,13 +17,21 @@ import msgspec
 from blake3 import blake3
 
 from .errors import JournalError
-from .events import Event, Put
-from .journal import ALIGNMENT, MAGIC, Entry, _decode, _next_whole, _parse, _Record
+from .events import Event
+from .journal import ALIGNMENT, MAGIC, _decode, _next_whole, _parse, _Record
 
 # What is damaged: the columns of an event, an event, everything behind the last whole record, or a state.
 Kind = Literal["columns", "event", "tail", "snapshot"]
 
 HOLE_BYTES: Final = 1 << 20
+
+
+class Entry(NamedTuple):
+    """One event of a journal on disk. `payload` is None when only the ledger remembers it, or when it is damaged."""
+
+    event: Event
+    record: int
+    payload: memoryview | None
 
 
 class Damage(NamedTuple):
@@ -39,8 +47,6 @@ class Damage(NamedTuple):
     @property
     def rows(self) -> tuple[int, ...]:
         """The rows that lose something, as far as they can be known."""
-        if isinstance(self.event, Put):
-            return tuple(range(self.event.first_row, self.event.first_row + len(self.event.lines) * self.event.members))
         return tuple(getattr(self.event, "rows", ()))
 
     def __str__(self) -> str:
@@ -73,9 +79,14 @@ class File(NamedTuple):
         return self.path.suffix == ".ledger"
 
 
+def numbers(directory: Path) -> set[int]:
+    """The segments of which something is left: the file, or its ledger."""
+    return {int(path.stem) for suffix in ("segment", "ledger") for path in directory.glob(f"*.{suffix}")}
+
+
 def exists(directory: Path) -> bool:
     """Whether a journal lies there."""
-    return any(True for suffix in ("segment", "ledger") for _ in directory.glob(f"*.{suffix}"))
+    return bool(numbers(directory))
 
 
 def files(directory: Path) -> Iterator[File]:
@@ -87,11 +98,10 @@ def files(directory: Path) -> Iterator[File]:
     Raises:
         JournalError: there is no journal in `directory`.
     """
-    numbers = {int(path.stem) for path in directory.glob("*.segment")}
-    numbers |= {int(path.stem) for path in directory.glob("*.ledger")}
-    if not numbers:
+    found = numbers(directory)
+    if not found:
         raise JournalError(f"no journal in {directory}")
-    for number in sorted(numbers):
+    for number in sorted(found):
         yield _open(directory, number)
 
 

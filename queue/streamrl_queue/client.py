@@ -17,6 +17,7 @@ import trio
 
 from . import messages as m
 from .batches import RowKeys, assemble, encode, unpack
+from .config import MOST_MEMBERS
 from .errors import DeadlineExceeded, JournalError, SchemaError, SessionLost
 from .mapped import MappedJournal, host
 from .nonces import NONCE_BYTES
@@ -254,8 +255,8 @@ class TransferQueue:
             QueueFull: no room within `wait`; nothing was stored.
             SchemaError: the columns do not fit.
         """
-        if not 1 <= members <= 65535:
-            raise SchemaError(f"put: members: expected 1 to 65535 rows per group, got {members}")
+        if not 1 <= members <= MOST_MEMBERS:
+            raise SchemaError(f"put: members: expected 1 to {MOST_MEMBERS} rows per group, got {members}")
         sources: dict[str, int] = {}
         if not isinstance(batch, pa.RecordBatch):
             keys = keys or [task.key if split == "train" else f"{split}/{task.key}" for task in batch]

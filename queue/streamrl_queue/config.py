@@ -205,7 +205,7 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
                 written[column] = stage.name
             if unknown := set(stage.after) - set(names):
                 raise ConfigError(f"stage {stage.name}: after: no stage {', '.join(sorted(unknown))}")
-        self._check_order(written)
+        self._check_order()
         if len(training := [stage.name for stage in self.stages if stage.trains]) > 1:
             raise ConfigError(f"stages {', '.join(training)} all train rows; a row is trained once")
         if self.admission is None and any(stage.admits for stage in self.stages):
@@ -217,9 +217,21 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
                     "they pass max_staleness while fresher ones overtake them; use order=admission, or on_stale=drop"
                 )
 
-    def _check_order(self, written: dict[str, str]) -> None:
+    def writers(self) -> dict[str, str]:
+        """Column → the stage that writes it; the others are the task's."""
+        return {column: stage.name for stage in self.stages for column in stage.writes if column != ANY}
+
+    def needs(self) -> dict[str, frozenset[str]]:
+        """Stage → the stages that must be done first."""
+        writers = self.writers()
+        return {
+            stage.name: frozenset(writers[column] for column in stage.reads if column in writers) | {*stage.after}
+            for stage in self.stages
+        }
+
+    def _check_order(self) -> None:
         """Stages must be able to follow one another: none may wait for itself."""
-        waits = {s.name: {written[c] for c in s.reads if c in written} | set(s.after) for s in self.stages}
+        waits = self.needs()
         done: set[str] = set()
         while free := {name for name, needs in waits.items() if name not in done and needs <= done}:
             done |= free

@@ -44,6 +44,16 @@ class Put(msgspec.Struct, frozen=True, tag=True):
     oldest: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
 
+    @property
+    def rows(self) -> range:
+        """The ids of the rows that are born."""
+        return range(self.first_row, self.first_row + len(self.lines) * self.members)
+
+    def line(self, number: int) -> int:
+        """The payload line that row `number` of `rows`, from 0, is born from."""
+        group, member = divmod(number, self.members)
+        return self.lines[group] + (member if self.filled else 0)
+
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
     """A session holds these rows of one stage. Groups in `admitted` count against the staleness bound from now."""

@@ -36,6 +36,7 @@ from . import wire
 from .config import Durability, Recovery
 from .errors import JournalError, SchemaError
 from .events import Event
+from .recent import remember
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,6 @@ class Damaged(msgspec.Struct, frozen=True):
 
     event: Event
     record: int
-    place: str
 
 
 class _Record(NamedTuple):
@@ -143,17 +143,13 @@ class Segment:
 
     def payload(self, start: int) -> memoryview:
         """The payload of the record at `start`."""
-        _, header_bytes, payload_bytes, _, _ = _HEAD.unpack_from(self.view, start)
-        payload = start + _padded(_HEAD.size + header_bytes)
-        return self.view[payload : payload + payload_bytes]
+        payload, length, _ = self.place(start)
+        return self.view[payload : payload + length]
 
     def place(self, start: int) -> tuple[int, int, bytes]:
         """Where the payload of the record at `start` lies, its length, and its digest."""
         _, header_bytes, payload_bytes, _, digest = _HEAD.unpack_from(self.view, start)
         return start + _padded(_HEAD.size + header_bytes), payload_bytes, digest
-
-    def payload_bytes(self, start: int) -> int:
-        return int(_HEAD.unpack_from(self.view, start)[2])
 
     def sync(self) -> None:
         os.fdatasync(self._fd)
@@ -279,13 +275,12 @@ class Journal:
                 if record.whole:
                     yield record.event, number
                     continue
-                place = f"{path}, byte {record.start}"
                 if self._recovery == "stop":
                     raise JournalError(
-                        f"the columns in {place} are damaged ({type(record.event).__name__} of rows "
-                        f"{getattr(record.event, 'rows', ())}); queue.recovery=skip gives those rows up"
+                        f"the columns in {self.name(number)} are damaged ({type(record.event).__name__} of rows "
+                        f"{tuple(getattr(record.event, 'rows', ()))}); queue.recovery=skip gives those rows up"
                     )
-                yield Damaged(record.event, number, place)
+                yield Damaged(record.event, number)
         if self._segments:
             self._reopen_last()
 
@@ -384,14 +379,13 @@ class Journal:
         """The payload of a record, as a slice of the mapped segment."""
         return self._segments[record >> 32].payload(record & 0xFFFFFFFF)
 
-    def is_whole(self, record: int, *, anew: bool = True) -> bool:
+    def is_whole(self, record: int, *, anew: bool) -> bool:
         """Whether the record's payload is what its writer wrote; `anew=False` trusts a check of a moment ago."""
         if not anew and record in self._checked:
             return True
         whole = wire.payload_digest(self.payload(record)) == self.place(record)[2]
-        self._checked[record] = None
-        if len(self._checked) > RECORDS_CHECKED or not whole:
-            self._checked.popitem(last=not whole)
+        if whole:
+            remember(self._checked, record, None, RECORDS_CHECKED)
         return whole
 
     def name(self, record: int) -> str:
@@ -416,14 +410,14 @@ class Journal:
                 f"{self.directory}: {record >> 32:08d}.segment is missing or empty, and rows have columns in it; "
                 "restore the file from a copy, or move the journal away and start the run anew"
             )
-        size = segment.payload_bytes(record & 0xFFFFFFFF)
+        _, size, _ = segment.place(record & 0xFFFFFFFF)
         segment.needed += size
         self.needed_bytes += size
 
     def free(self, record: int) -> None:
         """No row needs the record's payload any more."""
         segment = self._segments[record >> 32]
-        size = segment.payload_bytes(record & 0xFFFFFFFF)
+        _, size, _ = segment.place(record & 0xFFFFFFFF)
         segment.needed -= size
         self.needed_bytes -= size
         self.untidy |= segment.needed < SPARSE * segment.end
@@ -468,35 +462,3 @@ class Journal:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-
-class Entry(NamedTuple):
-    """One event of a journal on disk. `payload` is None when only the ledger remembers it."""
-
-    event: Event
-    record: int
-    payload: memoryview | None
-
-
-def read(directory: Path) -> Iterator[Entry]:
-    """Every event of a journal in order, for inspection; its broker may be running.
-
-    Raises:
-        JournalError: there is no journal in `directory`.
-    """
-    paths = sorted([*directory.glob("*.ledger"), *directory.glob("*.segment")], key=lambda path: path.stem)
-    if not paths:
-        raise JournalError(f"no journal in {directory}")
-    for path in paths:
-        data = memoryview(path.read_bytes())
-        start = 0
-        if path.suffix == ".ledger":
-            while start < len(data):
-                length = int.from_bytes(data[start : start + 4], "little")
-                yield Entry(_decode(data[start + 4 : start + 4 + length]), int(path.stem) << 32 | start, None)
-                start += 4 + length
-            continue
-        while (record := _parse(data, start)) is not None and record.whole:
-            payload = data[record.payload : record.payload + record.payload_bytes]
-            yield Entry(record.event, int(path.stem) << 32 | start, payload)
-            start = record.end

@@ -17,6 +17,7 @@ import pyarrow as pa
 from . import wire
 from .batches import Mapped, decode, select
 from .errors import JournalError
+from .recent import remember
 
 # Records whose digest was checked lately; a record is often read in parts.
 RECORDS_KEPT: Final = 64
@@ -56,17 +57,15 @@ class MappedJournal:
         data = self._segment(part.record >> 32, part.start + part.length)[part.start : part.start + part.length]
         if wire.payload_digest(data) != part.digest:
             raise JournalError(f"record {part.record} in {self._directory} is not what the broker means")
-        batch = self._records[key] = decode(data, f"columns of {part.stage or 'the task'}")
-        if len(self._records) > RECORDS_KEPT:
-            self._records.popitem(last=False)
+        batch = decode(data, f"columns of {part.stage or 'the task'}")
+        remember(self._records, key, batch, RECORDS_KEPT)
         return batch
 
     def _segment(self, number: int, end: int) -> memoryview:
         view = self._segments.get(number)
         if view is None or len(view) < end:
-            view = self._segments[number] = _map(self._directory / f"{number:08d}.segment")
-            if len(self._segments) > SEGMENTS_KEPT:
-                self._segments.popitem(last=False)
+            view = _map(self._directory / f"{number:08d}.segment")
+            remember(self._segments, number, view, SEGMENTS_KEPT)
         return view
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from .batches import Mapped, Part, RowKeys
-from .config import Durability
+from .config import MOST_MEMBERS, Durability
 from .state import Statistics, Version
 
 # Counts and ids, within what the journal and Arrow's columns can hold.
@@ -117,7 +117,7 @@ class PutTasks(msgspec.Struct, frozen=True, tag=True):
     """The payload's lines become groups of `members` rows; with `filled`, one row each, and these stages are done."""
 
     keys: tuple[str, ...]
-    members: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    members: Annotated[int, msgspec.Meta(ge=1, le=MOST_MEMBERS)]
     split: str
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
     sources: dict[str, Natural]

@@ -19,6 +19,8 @@ from typing import Final
 import msgspec
 from blake3 import blake3
 
+from .recent import remember
+
 NONCE_BYTES: Final = 16
 # What a client sends before it knows better.
 NO_TOKEN: Final = bytes(NONCE_BYTES)
@@ -64,10 +66,7 @@ class Strangers:
         """One more of this peer."""
         name = peer.hex()
         self.total += 1
-        self._by_peer[name] = self._by_peer.get(name, 0) + 1
-        self._by_peer.move_to_end(name)
-        if len(self._by_peer) > MOST_PEERS:
-            self._by_peer.popitem(last=False)
+        remember(self._by_peer, name, self._by_peer.get(name, 0) + 1, MOST_PEERS)
 
     @property
     def by_peer(self) -> dict[str, int]:

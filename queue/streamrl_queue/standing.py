@@ -15,10 +15,11 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple
 
-from .config import ANY, Flow, Stage
+from .config import Flow, Stage
 from .errors import UnknownName
 from .ready import ReadyQueue
-from .state import TASK, UNBORN, Group, Lease, Line, Place, Row, StageCount, Statistics, Version
+from .recent import remember
+from .state import UNBORN, Group, Lease, Line, Place, Row, StageCount, Statistics, Version
 
 # Keys of ended groups that are still recognised when they are put again.
 PAST_KEYS: Final = 1 << 16
@@ -107,12 +108,8 @@ class Standing:
     def _configure(self, flow: Flow) -> None:
         self.flow = flow
         self.stages: dict[str, Stage] = {stage.name: stage for stage in flow.stages}
-        self.writer = {column: stage.name for stage in flow.stages for column in stage.writes if column != ANY}
-        # Stage → the stages that it builds on.
-        self._needs = {
-            s.name: frozenset(self.writer.get(c, TASK) for c in s.reads) - {TASK} | frozenset(s.after)
-            for s in flow.stages
-        }
+        self.writer = flow.writers()
+        self._needs = flow.needs()
         self._paths: dict[str, Path] = {}
         self._trains = next((stage.name for stage in flow.stages if stage.trains), "")
         self._parking = frozenset(stage.name for stage in flow.stages if stage.parks)
@@ -437,9 +434,7 @@ class Standing:
         if not row.group.members:
             row.group.waits.clear()
             del self.keys[row.group.key]
-            self.past_keys[row.group.key] = row.group.first
-            if len(self.past_keys) > PAST_KEYS:
-                self.past_keys.popitem(last=False)
+            remember(self.past_keys, row.group.key, row.group.first, PAST_KEYS)
 
     def _release(self, place: Place) -> None:
         self.references[place.record] -= 1

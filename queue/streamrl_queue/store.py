@@ -18,7 +18,7 @@ from . import snapshot
 from .batches import Mapped, Part, gather, records_of
 from .config import ANY, Flow, Stage
 from .errors import JournalError, SchemaError
-from .events import Configured, Dropped, Event, Moved, Put
+from .events import Configured, Dropped, Event, Moved
 from .journal import Damaged, Journal
 from .rows import Rows
 from .schema import KEY_COLUMNS
@@ -131,7 +131,7 @@ class Store:
             self.rows.apply(event, now=self._clock(), record=record)
         except Exception as error:
             raise BrokenState(f"{event} was recorded but does not fit the state") from error
-        self._changes += len(event.lines) * event.members if isinstance(event, Put) else len(getattr(event, "rows", ()))
+        self._changes += len(getattr(event, "rows", ()))
         if self.rows.references.get(record):
             self.journal.need(record)
         for freed in self.rows.freed:
@@ -184,13 +184,14 @@ class Store:
             SchemaError: a row has no such column (yet).
             JournalError: what lies in the journal is not what was written; the rows that it belongs to are dropped.
         """
-        wanted = self._wanted(names, stage)
-        for of, columns in wanted.items():
-            for record in records_of(rows, of, columns[0]):
-                if not self.journal.is_whole(record, anew=anew):
-                    self._give_up(record)
-                    raise JournalError(f"columns in {self.journal.name(record)} are damaged; their rows were dropped")
-        return gather(rows, wanted, self.journal.payload)
+
+        def payload(record: int) -> memoryview:
+            if not self.journal.is_whole(record, anew=anew):
+                self._give_up(record)
+                raise JournalError(f"columns in {self.journal.name(record)} are damaged; their rows were dropped")
+            return self.journal.payload(record)
+
+        return gather(rows, self._wanted(names, stage), payload)
 
     def places(self, rows: Sequence[Row], names: Sequence[str], stage: Stage | None) -> tuple[Mapped, ...]:
         """Where the named columns of rows lie, for a reader on this host.

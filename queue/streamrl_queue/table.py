@@ -23,6 +23,7 @@ from .events import (
     VersionCommitted,
     Written,
 )
+from .recent import remember
 from .standing import Standing
 from .state import TASK, UNBORN, Group, Lease, Place, Row, Version
 
@@ -101,8 +102,7 @@ class Table(Standing):
         """Rows that were put are ready for the first stages, or for what follows those that they bring along."""
         if event.filled:
             for number, row in enumerate(rows):
-                line = event.lines[number // event.members] + row.member
-                self._fill(row, event, number, Place(record, line))
+                self._fill(row, event, number, Place(record, event.line(number)))
                 self._count(row)
             self._advance(rows)
             return
@@ -271,10 +271,7 @@ class Table(Standing):
         self._touch_bound()
 
     def _apply_fenced(self, event: Fenced) -> None:
-        self.fences[event.session] = event.announced
-        self.fences.move_to_end(event.session)
-        if len(self.fences) > FENCES:
-            self.fences.popitem(last=False)
+        remember(self.fences, event.session, event.announced, FENCES)
 
     def _apply_configured(self, event: Configured, now: float) -> None:
         if event.flow == self.flow:

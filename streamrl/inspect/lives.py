@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from streamrl_queue.config import ANY, Flow, Stage
+from streamrl_queue.config import Flow, Stage
 from streamrl_queue.events import (
     Committed,
     Configured,
@@ -152,10 +152,7 @@ class Lives:
         self.flow = flow
         self.first_stage = flow.stages[0].name if flow and flow.stages else "rollout"
         self._stages: dict[str, Stage] = {stage.name: stage for stage in flow.stages} if flow else {}
-        writers = {column: stage.name for stage in self._stages.values() for column in stage.writes if column != ANY}
-        self._needs = {
-            s.name: {writers[c] for c in s.reads if c in writers} | {*s.after} for s in self._stages.values()
-        }
+        self._needs = flow.needs() if flow else {}
 
     def apply(self, event: Event, *, record: int | None = None, columns: Columns | None = None) -> None:
         """Fold one event.
@@ -206,13 +203,14 @@ class Lives:
         return [(line, life) for line, row in enumerate(rows) if (life := self.rows.get(row)) is not None]
 
     def _put(self, event: Put, record: int | None, columns: Columns) -> None:
-        self.tasks += len(event.lines) * event.members
-        for i, (line, key, env) in enumerate(zip(event.lines, event.keys, event.envs, strict=True)):
+        self.tasks += len(event.rows)
+        for i, (key, env) in enumerate(zip(event.keys, event.envs, strict=True)):
             first = event.first_row + i * event.members
             if self._only is not None and not first <= self._only < first + event.members:
                 continue
             for member in range(event.members):
-                born_from = line + member if event.filled else line
+                number = i * event.members + member
+                line = event.line(number)
                 life = Life(
                     row=first + member,
                     group=event.first_group + i,
@@ -225,15 +223,15 @@ class Lives:
                     done=set(event.filled),
                     leases={},
                     attempts={},
-                    lines=dict.fromkeys((TASK, *event.filled), born_from),
+                    lines=dict.fromkeys((TASK, *event.filled), line),
                     columns={},
                 )
-                self._bring(life, event, i * event.members + member)
-                _fill(life, columns, born_from)
+                self._bring(life, event, number)
+                _fill(life, columns, line)
                 self.rows[life.row] = life
                 self._groups[life.group].append(life)
                 self._finish(life, event.at, record)
-        self._settle(event.at, range(event.first_row, event.first_row + len(event.lines) * event.members), record)
+        self._settle(event.at, event.rows, record)
 
     @staticmethod
     def _bring(life: Life, event: Put, number: int) -> None:

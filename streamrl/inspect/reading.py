@@ -10,11 +10,11 @@ from typing import Any, Final
 import pyarrow as pa
 
 from streamrl_queue import audit
+from streamrl_queue.audit import Entry
 from streamrl_queue.batches import decode
 from streamrl_queue.config import Flow
 from streamrl_queue.errors import SchemaError, UnknownName
 from streamrl_queue.events import Moved, Put
-from streamrl_queue.journal import Entry
 from streamrl_queue.state import TASK
 
 from .lives import Columns, Lives
@@ -70,18 +70,8 @@ def fold(
 
 def _concerns(lives: Lives, entry: Entry, row: int) -> bool:
     if isinstance(entry.event, Put):
-        return row in _born(entry.event)
+        return row in entry.event.rows
     return not lives.rows.keys().isdisjoint(getattr(entry.event, "rows", ()))
-
-
-def _born(put: Put) -> range:
-    return range(put.first_row, put.first_row + len(put.lines) * put.members)
-
-
-def _line(put: Put, number: int) -> int:
-    """The line that the put's row of this number, from 0, was born from."""
-    group, member = divmod(number, put.members)
-    return put.lines[group] + (member if put.filled else 0)
 
 
 def columns_of(entry: Entry, wanted: Collection[str] | None) -> Columns:
@@ -116,8 +106,8 @@ def task_lines(journal: Path, rows: Collection[int]) -> dict[int, pa.RecordBatch
     for entry in audit.events(journal):
         event = entry.event
         if isinstance(event, Put):
-            mine = [row for row in rows if row in _born(event)]
-            lines |= {row: _line(event, row - event.first_row) for row in mine}
+            mine = [row for row in rows if row in event.rows]
+            lines |= {row: event.line(row - event.first_row) for row in mine}
         elif isinstance(event, Moved) and event.stage == TASK:
             mine = [row for row in rows if row in event.rows]
         else:

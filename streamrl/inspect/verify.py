@@ -13,8 +13,8 @@ import msgspec
 from rich.console import Console
 
 from streamrl_queue import Statistics, audit, snapshot
+from streamrl_queue.audit import Entry
 from streamrl_queue.config import Flow
-from streamrl_queue.journal import Entry
 from streamrl_queue.rows import Rows
 
 from ..runtime.counts import conservation
@@ -97,7 +97,7 @@ def examine(journal: Path, flow: Flow | None) -> Report:
 
 def _missing(journal: Path) -> list[str]:
     """Segments of which neither the file nor its ledger is there, although later ones are."""
-    numbers = {int(path.stem) for suffix in ("segment", "ledger") for path in journal.glob(f"*.{suffix}")}
+    numbers = audit.numbers(journal)
     gone = sorted(set(range(1, max(numbers, default=0))) - numbers)
     return [f"{journal / f'{number:08d}.segment'} is missing: what happened in it is lost" for number in gone]
 

@@ -91,7 +91,7 @@ class Checker:
         """An event is on the disk; it must be legal."""
         now = trio.current_time()
         self.events += 1
-        self._trace.note(now, _describe(event), tuple(getattr(event, "rows", ())) or _born_rows(event))
+        self._trace.note(now, _describe(event), tuple(getattr(event, "rows", ())))
         with self._judging():
             born = self._born(event, payload)
             self._check_session(event, now)
@@ -422,12 +422,6 @@ class _Judging:
         if isinstance(error, Broken) and self._checker.failure is None:
             self._checker.failure = error
             self._checker.failed.set()
-
-
-def _born_rows(event: e.Event) -> tuple[int, ...]:
-    if isinstance(event, e.Put):
-        return tuple(range(event.first_row, event.first_row + len(event.keys) * event.members))
-    return ()
 
 
 def _describe(event: e.Event) -> str:

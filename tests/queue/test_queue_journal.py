@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from streamrl_queue import audit
 from streamrl_queue.errors import JournalError
 from streamrl_queue.events import Dropped, Event
-from streamrl_queue.journal import Damaged, Journal, read
+from streamrl_queue.journal import Damaged, Journal
 
 SEGMENT_BYTES = 1 << 16
 
@@ -39,7 +40,7 @@ def reopen(directory: Path) -> list[tuple[Event, bytes]]:
 def test_what_was_appended_comes_back_in_order_with_its_payload(tmp_path: Path) -> None:
     written = fill(tmp_path)
     assert reopen(tmp_path) == written
-    assert [(entry.event, bytes(entry.payload or b"")) for entry in read(tmp_path)] == written
+    assert [(entry.event, bytes(entry.payload or b"")) for entry in audit.events(tmp_path)] == written
 
 
 def test_appending_goes_on_after_recovery(tmp_path: Path) -> None:
@@ -154,7 +155,7 @@ def test_segments_that_nobody_needs_are_deleted_and_the_ledger_remembers_their_e
         journal.delete_unneeded()
     assert len(list(tmp_path.glob("*.segment"))) <= 4
     assert journal.size < 5 << 12
-    assert [entry.event for entry in read(tmp_path)] == events
+    assert [entry.event for entry in audit.events(tmp_path)] == events
     journal.close()
 
 
@@ -172,4 +173,4 @@ def test_records_larger_than_a_segment_get_a_segment_of_their_own(tmp_path: Path
 
 def test_an_empty_directory_is_not_a_journal(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="no journal"):
-        list(read(tmp_path))
+        list(audit.events(tmp_path))

@@ -6,8 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from streamrl_queue import events
-from streamrl_queue.journal import read
+from streamrl_queue import audit, events
 
 
 class Ledger(NamedTuple):
@@ -25,7 +24,7 @@ def ledger(journal: Path) -> Ledger:
     ended: dict[int, str] = {}
     keys: dict[str, tuple[int, ...]] = {}
     undone = 0
-    for event, _, _ in read(journal):
+    for event, _, _ in audit.events(journal):
         match event:
             case events.Put(split="train"):
                 for number, key in enumerate(event.keys):

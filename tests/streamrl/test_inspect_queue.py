@@ -27,8 +27,7 @@ from inspect_support import (
 
 from streamrl import cli
 from streamrl.runtime.alone import ADDRESS, served_address
-from streamrl_queue import TransferQueue
-from streamrl_queue.journal import read
+from streamrl_queue import TransferQueue, audit
 from streamrl_queue.nursery import run as run_trio
 from streamrl_queue.schema import trajectory_batch
 
@@ -182,7 +181,7 @@ def test_requeue_puts_the_task_again_once_under_a_key_that_names_the_row(
         assert set(lease.batch.column("task").to_pylist()) == {b'{"i":7}'}
 
     live(tmp_path, body)
-    puts = [entry.event.keys for entry in read(tmp_path / "journal") if type(entry.event).__name__ == "Put"]
+    puts = [entry.event.keys for entry in audit.events(tmp_path / "journal") if type(entry.event).__name__ == "Put"]
     assert puts == [("tasks/0/7",), ("tasks/0/7/again/1",)]
 
 
@@ -272,7 +271,7 @@ def test_verify_reads_ledgers_and_snapshots_of_a_long_journal(
 
 def place_of(journal: Path, event: str, stage: str) -> tuple[Path, int, int]:
     """File, first byte and last byte of payload of the first such record."""
-    for entry in read(journal):
+    for entry in audit.events(journal):
         if type(entry.event).__name__ == event and getattr(entry.event, "stage", "") == stage:
             assert entry.payload
             segment = journal / f"{entry.record >> 32:08d}.segment"

@@ -18,9 +18,9 @@ from launch_support import SMALL, Launched, gone, until
 
 import streamrl
 from streamrl.config import find_file, load_file
+from streamrl_queue import audit
 from streamrl_queue import events as e
 from streamrl_queue.batches import decode
-from streamrl_queue.journal import read
 from streamrl_queue.schema import arrays, spans
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ class Story:
         self.group: dict[int, int] = {}
         self.spans: dict[int, Any] = {}
         self.sampled_without_version = 0
-        for event, _, payload in read(journal):
+        for event, _, payload in audit.events(journal):
             assert payload is not None, "a small journal is not compacted"
             self._take(event, payload)
 
