@@ -11,38 +11,35 @@ state it waits for has changed; it never holds up another.
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import trio
 
 from . import messages as m
 from . import wire
 from .batches import Mapped, Part, RowKeys, decode
-from .config import ANY, Durability, Flow, Recovery
+from .border import check_put, check_written, envs_of, rows_of, tokens_of
+from .config import Durability, Flow, Recovery
 from .errors import JournalError, MessageTooLarge, ProtocolError, QueueFull, SchemaError, SessionLost, StreamRLError
-from .events import Granted
+from .events import EndCause, Granted
+from .gate import Gate
 from .journal import Journal
 from .keys import check_key
 from .mapped import host
-from .nonces import NO_TOKEN, NONCE_BYTES, SECRET_BYTES, Challenge, Door, Strangers
+from .nonces import SECRET_BYTES, Door, Strangers
 from .nursery import open_nursery
 from .replays import Replays
 from .rows import Rows
 from .rpc import Forget
-from .schema import KEY_COLUMNS, check
 from .sessions import Sessions
-from .state import Row, Version
+from .state import Row
 from .store import BrokenState, Store
 from .transport import ZEROMQ, Buffer, Router, Transport
 
@@ -62,14 +59,8 @@ LONGEST_WAIT_SECONDS: Final = 3600.0
 RETRY_SECONDS: Final = 1.0
 # What is left of a message's limit when its header has had its share.
 LARGEST_PAYLOAD: Final = wire.MAX_MESSAGE_BYTES - (16 << 20)
-# Replies kept per session for requests that are sent again. Clients name the requests that still await replies, so
-# only one with that many in flight ever has more.
-REMEMBERED: Final = 1024
-
 # No room that there ever is: whoever waits for room looks again.
 ANOTHER_ROOM: Final = (-1, -1)
-
-ROW_TYPE: Final = KEY_COLUMNS.field("row").type
 
 _decode_request = msgspec.msgpack.Decoder(m.Request | Forget).decode
 
@@ -79,16 +70,20 @@ class Asked:
     """One request and where its reply goes."""
 
     peer: bytes
-    session: str
-    id: int
+    envelope: wire.Envelope
     request: Any
     payload: Buffer
-    digest: bytes
     deadline: float
-    # Of the client; its replies carry it.
-    nonce: bytes = b""
     # Of a put that waits: the rows it needs room for, when somebody last looked.
     fresh: int = 0
+
+    @property
+    def session(self) -> str:
+        return self.envelope.session
+
+    @property
+    def id(self) -> int:
+        return self.envelope.id
 
 
 class Broker:
@@ -106,21 +101,16 @@ class Broker:
         shares_files: bool = True,
         secret: bytes | None = None,
     ) -> None:
-        self.door = Door(secret or os.urandom(SECRET_BYTES))
-        self.strangers = Strangers()
+        self._outbox: list[list[Buffer]] = []
+        self._gate = Gate(key, secret, lambda frames: self._outbox.append(frames), router.address)
         self._shares_files = shares_files
         self.store = Store(flow, journal, clock=clock, wall=wall)
         self.sessions = Sessions(flow.session_seconds, epoch=int(wall() * 1e6))
         self.address = router.address
         self._router = router
-        self._key = key
         self._clock = clock
         self._wall = wall
         self._waiting: list[Asked] = []
-        self._outbox: list[list[Buffer]] = []
-        self._remembered: defaultdict[str, OrderedDict[int, tuple[msgspec.Struct, Buffer | None]]] = defaultdict(
-            OrderedDict
-        )
         self._replays = Replays()
         # Requests whose reply nobody gets; what they were granted goes back.
         self._unforgotten: dict[tuple[str, int], None] = {}
@@ -157,6 +147,16 @@ class Broker:
             m.Reconcile: self._reconcile,
             m.GetStatistics: self._statistics,
         }
+
+    @property
+    def door(self) -> Door:
+        """What tells this life's messages from others."""
+        return self._gate.door
+
+    @property
+    def strangers(self) -> Strangers:
+        """Who sent the messages that were dropped."""
+        return self._gate.strangers
 
     @property
     def protocol_errors(self) -> int:
@@ -196,22 +196,17 @@ class Broker:
 
     def _take(self, frames: list[Buffer]) -> None:
         """Check, decode and handle one message. What is not ours is dropped, with a word in the log."""
-        peer, *message = bytes(frames[0]), *frames[1:]
-        try:
-            envelope, payload = wire.unseal(message, self._key)
-        except ProtocolError as error:
-            self._drop_message(peer, str(error))
+        peer = bytes(frames[0])
+        if (opened := self._gate.open(peer, frames[1:])) is None:
             return
-        if not self.door.admits(envelope.session, envelope.nonce):
-            self._challenge(peer, envelope)
-            return
+        envelope, payload = opened
         try:
             request = _decode_request(envelope.body)
         except wire.MALFORMED as error:
             refused = wire.Refused(ProtocolError.__name__, f"this request is not understood here: {error}")
-            self._outbox.append([peer, *self._seal(envelope, refused)])
+            self._gate.answer(peer, envelope, refused)
             return
-        self._note_asking(envelope.session, envelope.asking)
+        self._replays.note(envelope.session, envelope.asking)
         if isinstance(request, Forget):
             self._forget(envelope.session, envelope.id)
             return
@@ -221,45 +216,20 @@ class Broker:
         wait = getattr(request, "wait", 0.0)
         # Written so that a NaN does not wait.
         deadline = self._clock() + (min(wait, LONGEST_WAIT_SECONDS) if wait > 0.0 else 0.0)
-        asked = Asked(
-            peer, envelope.session, envelope.id, request, payload or b"", envelope.payload, deadline, envelope.nonce
-        )
-        remembered = self._remembered.get(asked.session)
-        if remembered is not None and asked.id in remembered:
-            self._reply(asked, remembered[asked.id])
+        asked = Asked(peer, envelope, request, payload or b"", deadline)
+        if (reply := self._replays.reply(asked.session, asked.id)) is not None:
+            self._gate.answer(peer, envelope, *reply)
         elif not self._is_waiting(asked):
             if self._waiting and isinstance(request, m.LeaseRows) and request.stage in self.rows.touched:
                 # Who waits for these rows comes first.
                 self._look_again()
             self._handle(asked)
 
-    def _drop_message(self, peer: bytes, why: str) -> None:
-        self.strangers.count(peer)
-        if self.strangers.worth_a_word():
-            log.warning("dropped a message of peer %s (%d so far): %s", peer.hex(), self.protocol_errors, why)
-
-    def _challenge(self, peer: bytes, envelope: wire.Envelope) -> None:
-        """A request for another life, or a client's first one: it changes nothing, and is told the token it lacks."""
-        if envelope.nonce[NONCE_BYTES:] != NO_TOKEN:
-            self._drop_message(peer, "it was made for another queue, session or life of this broker")
-        challenge = Challenge(self.door.token(envelope.session, envelope.nonce))
-        self._outbox.append([peer, *self._seal(envelope, challenge)])
-
-    def _seal(self, asked: Asked | wire.Envelope, reply: msgspec.Struct, payload: Buffer | None = None) -> list[Buffer]:
-        return wire.seal(asked.session, asked.id, reply, payload, self._key, nonce=asked.nonce[:NONCE_BYTES])
-
     def _forget(self, session: str, id: int) -> None:
         """Nobody waits for this request's reply any more: rows that it was granted go back."""
         self._waiting = [asked for asked in self._waiting if (asked.session, asked.id) != (session, id)]
         self._next_put()
         self._unforgotten[session, id] = None
-
-    def _note_asking(self, session: str, asking: tuple[int, ...]) -> None:
-        """Replies that nobody will ask for again are forgotten."""
-        self._replays.note(session, asking)
-        if (remembered := self._remembered.get(session)) is not None:
-            for id in [id for id in remembered if self._replays.is_over(session, id)]:
-                del remembered[id]
 
     def _give_back(self) -> None:
         """Of requests that nobody awaits any more, the rows."""
@@ -298,22 +268,14 @@ class Broker:
             if asked not in self._waiting:
                 self._waiting.append(asked)
             return False
+        if lasting and isinstance(answer, wire.Refused) and isinstance(asked.request, m.LeaseRows):
+            # What cannot be shown is not held.
+            self._unforgotten[asked.session, asked.id] = None
         reply = answer if isinstance(answer, tuple) else (answer, None)
         if lasting and self.sessions.is_open(asked.session):
-            remembered = self._remembered[asked.session]
-            remembered[asked.id] = reply
-            if len(remembered) > REMEMBERED:
-                remembered.popitem(last=False)
-        self._reply(asked, reply)
+            self._replays.keep(asked.session, asked.id, reply)
+        self._gate.answer(asked.peer, asked.envelope, *reply)
         return True
-
-    def _reply(self, asked: Asked, reply: tuple[msgspec.Struct, Buffer | None]) -> None:
-        try:
-            frames = self._seal(asked, *reply)
-        except StreamRLError as error:
-            refused = wire.Refused(type(error).__name__, str(error))
-            frames = self._seal(asked, refused)
-        self._outbox.append([asked.peer, *frames])
 
     async def _answer(self) -> None:
         """Send the replies, after what they promise is true."""
@@ -360,15 +322,21 @@ class Broker:
 
     def _lose(self, session: str, reason: str) -> int:
         """A process is gone: its leases end."""
-        ends = self.rows.end_session(self._wall(), session, reason)
-        rows = sum(len(ended.rows) for ended in ends)
-        log.warning("%s lost: %s; %d rows requeued", self.sessions.name(session), reason, rows)
-        for ended in ends:
-            self.store.record(ended)
-        self.sessions.end(session)
-        self._remembered.pop(session, None)
+        name = self.sessions.name(session)
+        rows = self._end_session_of(session, reason)
+        log.warning("%s lost: %s; %d rows requeued", name, reason, rows)
         self._waiting = [asked for asked in self._waiting if asked.session != session]
         self._next_put()
+        return rows
+
+    def _end_session_of(self, session: str, reason: str, cause: EndCause = "session") -> int:
+        """The session and its leases are over; how many rows go back."""
+        rows = 0
+        for ended in self.rows.end_session(self._wall(), session, reason, cause):
+            self.store.record(ended)
+            rows += len(ended.rows)
+        self.sessions.end(session)
+        self._replays.end(session)
         return rows
 
     def _look_again(self) -> None:
@@ -432,12 +400,7 @@ class Broker:
         return m.Number(self.sessions.epoch)
 
     def _bye(self, asked: Asked) -> m.Number:
-        rows = 0
-        for ended in self.rows.end_session(self._wall(), asked.session, "its holder left"):
-            rows += len(ended.rows)
-            self.store.record(ended)
-        self.sessions.end(asked.session)
-        self._remembered.pop(asked.session, None)
+        rows = self._end_session_of(asked.session, "its holder left")
         # Nothing that it said before counts again, whoever says it.
         self._replays.note(asked.session, (asked.id + 1, asked.id))
         return m.Number(rows)
@@ -447,13 +410,8 @@ class Broker:
         return m.Number(sum(self._lose(session, "its process ended") for session in sessions))
 
     def _release_absent(self, asked: Asked) -> m.Number:
-        rows = 0
-        for session in self.sessions.absent():
-            for ended in self.rows.end_session(self._wall(), session, "the run it belonged to ended"):
-                rows += len(ended.rows)
-                self.store.record(msgspec.structs.replace(ended, cause="released"))
-            self.sessions.end(session)
-        return m.Number(rows)
+        reason = "the run it belonged to ended"
+        return m.Number(sum(self._end_session_of(id, reason, "released") for id in self.sessions.absent()))
 
     def _announce(self, asked: Asked) -> m.Number:
         self.sessions.announce(asked.session, asked.request)
@@ -492,17 +450,13 @@ class Broker:
                 return None
             raise QueueFull(f"{full}, and {ask.wait:.1f} s made no room for {fresh} more rows")
         batch = decode(asked.payload, "put")
-        _refuse_keys(batch, KEY_COLUMNS.names, "put")
+        check_put(batch, [self.rows.stage(name) for name in ask.filled], training=self.rows.trains)
         lines = len(ask.keys) * (ask.members if ask.filled else 1)
         if len(batch) != lines:
             each = "row, which `filled` makes a line" if ask.filled else "line"
             raise SchemaError(f"put: expected {lines} lines for {len(ask.keys)} keys, one {each}; got {len(batch)}")
-        stages = [self.rows.stage(name) for name in ask.filled]
-        check(
-            batch, (name for stage in stages for name in stage.writes if name != ANY), "put", training=self.rows.trains
-        )
         oldest, tokens = self._tokens_of(batch) if ask.filled else ((), ())
-        envs = _envs_of(batch)
+        envs = envs_of(batch)
         event, rows, duplicates = self.rows.put(
             self._wall(),
             ask.keys,
@@ -515,7 +469,7 @@ class Broker:
             oldest=oldest,
             tokens=tokens,
         )
-        self.store.record(event, asked.payload, asked.digest)
+        self.store.record(event, asked.payload, asked.envelope.payload)
         return m.Receipt(rows, duplicates, self.store.journal.durability)
 
     def _is_full(self, rows: int, size: int, *, rolled_out: bool) -> str | None:
@@ -538,14 +492,6 @@ class Broker:
         return f"a put of {len(first.request.keys) * first.request.members} rows waits for room before this one"
 
     def _lease(self, asked: Asked) -> tuple[msgspec.Struct, Buffer | None] | m.Grant | None:
-        """Grant rows and show them. What cannot be shown is not held: it goes back."""
-        try:
-            return self._lease_or_wait(asked)
-        except Exception:
-            self._unforgotten[asked.session, asked.id] = None
-            raise
-
-    def _lease_or_wait(self, asked: Asked) -> tuple[msgspec.Struct, Buffer | None] | m.Grant | None:
         ask: m.LeaseRows = asked.request
         if (before := self.rows.granted(asked.session, asked.id)) is not None:
             return self._grant(before.id, sorted(before.rows), ask)
@@ -609,26 +555,14 @@ class Broker:
     def _write(self, asked: Asked) -> m.Receipt:
         lease_id = asked.request.lease
         batch = decode(asked.payload, "write")
-        if "row" not in batch.schema.names:
-            raise SchemaError("write: missing column row, which says whose columns these are")
-        if not batch.schema.field("row").type.equals(ROW_TYPE) or batch.column("row").null_count:
-            raise SchemaError(f"write: row: expected {ROW_TYPE} without nulls, got {batch.schema.field('row').type}")
-        _refuse_keys(batch, KEY_COLUMNS.names[1:], "write")
-        rows = tuple(batch.column("row").to_pylist())
+        rows = rows_of(batch)
         if self.rows.written_before(lease_id, rows):
             return m.Receipt(rows, len(rows), self.store.journal.durability)
         lease, _ = self.rows.held(lease_id, asked.session, rows)
         stage = self.rows.stages[lease.stage]
-        required = (name for name in stage.writes if name != ANY)
-        check(batch, required, f"write to {stage.name}", training=self.rows.trains)
-        foreign = set(batch.schema.names) - {"row", *stage.writes}
-        if foreign and ANY not in stage.writes:
-            written = ", ".join(stage.writes) or "nothing; a batch of `row` alone ends the lease"
-            raise SchemaError(
-                f"write to {stage.name}: it does not write {', '.join(sorted(foreign))}; it writes {written}"
-            )
+        check_written(batch, stage, training=self.rows.trains)
         event = self.rows.write(self._wall(), asked.session, lease_id, rows, *self._tokens_of(batch))
-        self.store.record(event, asked.payload, asked.digest)
+        self.store.record(event, asked.payload, asked.envelope.payload)
         return m.Receipt(rows, 0, self.store.journal.durability)
 
     def _extend(self, asked: Asked) -> m.Held:
@@ -694,46 +628,10 @@ class Broker:
     # -- columns
 
     def _tokens_of(self, batch: pa.RecordBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return _tokens_of(batch, self.rows.versions) if self.rows.trains else ((), ())
+        return tokens_of(batch, self.rows.versions) if self.rows.trains else ((), ())
 
     def _keys(self, row: Row, stage: str) -> RowKeys:
         return RowKeys(row.id, row.group.id, row.member, row.attempts.get(stage, 0), row.split, row.tokens)
-
-
-def _refuse_keys(batch: pa.RecordBatch, names: Sequence[str], what: str) -> None:
-    """Columns that every lease has of its own would hide what the batch brings under the same name."""
-    if taken := [name for name in names if name in batch.schema.names]:
-        raise SchemaError(f"{what}: column {', '.join(taken)} is the queue's own; name yours otherwise")
-
-
-def _envs_of(batch: pa.RecordBatch) -> list[str]:
-    """The environment of every line, by which leases may choose; empty where a batch names none."""
-    if "env" not in batch.schema.names:
-        return [""] * len(batch)
-    column = batch.column("env")
-    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)) or column.null_count:
-        raise SchemaError(f"put: column env: expected strings without nulls, got {column.type}; name it otherwise")
-    return column.to_pylist()  # type: ignore[no-any-return]
-
-
-def _tokens_of(batch: pa.RecordBatch, versions: Mapping[int, Version]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The oldest version (-1: none) and the length of every trajectory in a batch; empty when it has none.
-
-    The oldest is the one of the earliest step: after a learner went back, a later version may be of an earlier step.
-    """
-    if "tokens" not in batch.schema.names or "versions" not in batch.schema.names:
-        return (), ()
-    lengths = pc.list_value_length(batch.column("tokens")).to_pylist()
-    spans = batch.column("versions")
-    values = spans.flatten().field("version").to_pylist()
-    counts = pc.list_value_length(spans).to_numpy(zero_copy_only=False)
-    ends = np.cumsum(counts)
-
-    def age(version: int) -> tuple[float, int]:
-        return versions[version].step if version in versions else float("inf"), version
-
-    oldest = (min(values[end - n : end], key=age, default=-1) for end, n in zip(ends, counts, strict=True))
-    return tuple(oldest), tuple(lengths)
 
 
 @asynccontextmanager

@@ -302,10 +302,10 @@ class Rows(Table):
             lease.deadline = now + seconds
         return rows
 
-    def end_session(self, at: float, session: str, reason: str) -> list[Ended]:
+    def end_session(self, at: float, session: str, reason: str, cause: EndCause = "session") -> list[Ended]:
         """The ends of all leases of a session that is gone."""
         return [
-            Ended(at, id, tuple(sorted(self.leases[id].rows)), "session", reason)
+            Ended(at, id, tuple(sorted(self.leases[id].rows)), cause, reason)
             for id in sorted(self._session_leases.get(session, ()))
         ]
 

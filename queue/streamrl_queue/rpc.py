@@ -17,9 +17,10 @@ import msgspec
 import trio
 
 from . import wire
-from .errors import DeadlineExceeded, MessageTooLarge, ProtocolError, StreamRLError, from_wire
+from .errors import DeadlineExceeded, ProtocolError, StreamRLError, from_wire
+from .gate import Gate
 from .keys import check_key
-from .nonces import NO_TOKEN, NONCE_BYTES, SECRET_BYTES, Challenge, Door, Strangers
+from .nonces import NO_TOKEN, NONCE_BYTES, SECRET_BYTES, Challenge, Strangers
 from .nursery import open_nursery
 from .transport import ZEROMQ, Buffer, Dealer, Router, Transport
 
@@ -197,14 +198,17 @@ class RpcServer:
     def __init__(
         self, router: Router, request_type: Any, handler: Handler, key: bytes | None, secret: bytes | None = None
     ) -> None:
-        self._door = Door(secret or os.urandom(SECRET_BYTES))
-        self.strangers = Strangers()
+        self._gate = Gate(key, secret, router.send, router.address)
         self._router = router
         self._decode = msgspec.msgpack.Decoder(request_type | Forget).decode
         self._handler = handler
-        self._key = key
         self._running: dict[tuple[bytes, int], trio.CancelScope] = {}
         self.address = router.address
+
+    @property
+    def strangers(self) -> Strangers:
+        """Who sent the messages that were dropped."""
+        return self._gate.strangers
 
     @classmethod
     @asynccontextmanager
@@ -231,17 +235,16 @@ class RpcServer:
         while True:
             if (message := await self._router.recv()) is None:
                 continue
-            peer, *frames = message
-            try:
-                envelope, _ = wire.unseal(frames, self._key)
-                if not self._door.admits(envelope.session, envelope.nonce):
-                    self._challenge(bytes(peer), envelope)
-                    continue
-                request = self._decode(envelope.body)
-            except (ProtocolError, *wire.MALFORMED) as error:
-                self._drop(bytes(peer), str(error))
+            peer = bytes(message[0])
+            if (opened := self._gate.open(peer, message[1:])) is None:
                 continue
-            call = (bytes(peer), envelope.id)
+            envelope, _ = opened
+            try:
+                request = self._decode(envelope.body)
+            except wire.MALFORMED as error:
+                self._gate.drop(peer, str(error))
+                continue
+            call = (peer, envelope.id)
             if isinstance(request, Forget):
                 if scope := self._running.get(call):
                     scope.cancel()
@@ -249,23 +252,6 @@ class RpcServer:
                 # Before its task runs: the request may come again until then.
                 self._running[call] = trio.CancelScope()
                 nursery.start_soon(self._answer, call, envelope, request)
-
-    def _drop(self, peer: bytes, why: str) -> None:
-        self.strangers.count(peer)
-        if self.strangers.worth_a_word():
-            log.warning(
-                "dropped a message of peer %s at %s (%d so far): %s",
-                peer.hex(),
-                self.address,
-                self.strangers.total,
-                why,
-            )
-
-    def _challenge(self, peer: bytes, envelope: wire.Envelope) -> None:
-        if envelope.nonce[NONCE_BYTES:] != NO_TOKEN:
-            self._drop(peer, "it was made for another server, or another life of this one")
-        token = self._door.token(envelope.session, envelope.nonce)
-        self._send(peer, envelope, Challenge(token))
 
     async def _answer(self, call: tuple[bytes, int], envelope: wire.Envelope, request: Any) -> None:
         reply: msgspec.Struct | None = None
@@ -276,13 +262,4 @@ class RpcServer:
                 reply = wire.Refused(type(error).__name__, str(error))
         del self._running[call]
         if reply is not None:
-            self._send(call[0], envelope, reply)
-
-    def _send(self, peer: bytes, envelope: wire.Envelope, reply: msgspec.Struct) -> None:
-        nonce = envelope.nonce[:NONCE_BYTES]
-        try:
-            frames = wire.seal(envelope.session, envelope.id, reply, None, self._key, nonce=nonce)
-        except MessageTooLarge as error:
-            refused = wire.Refused(type(error).__name__, str(error))
-            frames = wire.seal(envelope.session, envelope.id, refused, None, self._key, nonce=nonce)
-        self._router.send([peer, *frames])
+            self._gate.answer(call[0], envelope, reply)

@@ -378,7 +378,7 @@ def test_clients_that_come_and_go_leave_nothing_behind(tmp_path: Path) -> None:
             for _ in range(30):
                 await visit()
             assert len(os.listdir("/proc/self/fd")) <= before + 5
-            assert set(broker._remembered) <= {queue.session}
+            assert set(broker._replays.replies) <= {queue.session}
             assert len((await queue.members()).members) == 1
 
     run(body, tmp_path)

@@ -137,7 +137,7 @@ def test_replies_are_kept_for_those_who_may_ask_again_and_for_nobody_else(tmp_pa
         async with broker_at(path) as broker, TransferQueue.connect(broker.address) as queue:
             for _ in range(50):
                 await queue.versions()
-            assert len(broker._remembered[queue.session]) <= 2
+            assert len(broker._replays.replies[queue.session]) <= 2
             with ZEROMQ.dealer(broker.address) as dealer:
                 slow = Wire(dealer, "slow")
                 await slow.ask(1, m.Hello("slow", "client"), 2, 1)
@@ -146,7 +146,7 @@ def test_replies_are_kept_for_those_who_may_ask_again_and_for_nobody_else(tmp_pa
                     await slow.ask(id, m.ListVersions(), id + 1, 2, id)
                 # Request 2 is still open: its reply was lost.
                 assert await slow.ask(2, m.BeginVersion(0, None), 3, 2) == begun
-                assert len(broker._remembered["slow"]) <= 2
+                assert len(broker._replays.replies["slow"]) <= 2
 
     run(body, tmp_path)
 

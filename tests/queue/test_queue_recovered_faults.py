@@ -25,7 +25,7 @@ from streamrl_queue import (
     wire,
 )
 from streamrl_queue import messages as m
-from streamrl_queue.broker import _tokens_of
+from streamrl_queue.border import tokens_of
 from streamrl_queue.errors import LeaseExpired, SessionLost
 from streamrl_queue.events import VersionBegun
 from streamrl_queue.journal import Journal
@@ -148,7 +148,7 @@ def test_the_oldest_version_of_a_row_is_that_of_the_earliest_step() -> None:
     batch = schema.trajectory_batch([1], [row])
     # The learner went back: version 6 is of an earlier step than version 5.
     versions = {5: Version(5, 8, 4, "d"), 6: Version(6, 3, 5, "d")}
-    assert _tokens_of(batch, versions) == ((6,), (4,))
+    assert tokens_of(batch, versions) == ((6,), (4,))
 
 
 def test_a_sync_covers_every_segment_that_holds_something_unsynced(tmp_path: Path) -> None:

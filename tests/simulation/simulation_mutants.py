@@ -70,7 +70,9 @@ def a_sign_of_life_is_ignored(self: Rows, now: float, session: str, lease_id: in
 
 
 @mutant(Rows, "end_session", faults="crash=1,every=2")
-def the_end_of_a_session_forgets_its_leases(self: Rows, at: float, session: str, reason: str) -> list[e.Ended]:
+def the_end_of_a_session_forgets_its_leases(
+    self: Rows, at: float, session: str, reason: str, cause: e.EndCause = "session"
+) -> list[e.Ended]:
     return []
 
 

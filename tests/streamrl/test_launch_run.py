@@ -25,6 +25,10 @@ from streamrl_queue.schema import arrays, spans
 
 pytestmark = pytest.mark.slow
 
+# What must be seen to overlap has to take time, however busy the machine: a step's rows come from many episodes of
+# about a second, one after the other, and none of them is ready when the learner is.
+SLOW_EPISODES = (f"env={Path(__file__).with_name('slow_lookup.py')}:SlowLookup", "rollout.concurrency=24")
+
 
 class Story:
     """A run's journal, by what happened to which row."""
@@ -77,7 +81,7 @@ class Story:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[streamrl.Summary, Path]:
     runs = tmp_path_factory.mktemp("runs")
-    config = load_file(find_file("demo"), [*SMALL, f"runs={runs}"])
+    config = load_file(find_file("demo"), [*SMALL, *SLOW_EPISODES, f"runs={runs}"])
     return streamrl.run(config), runs / "small"
 
 
