@@ -35,6 +35,11 @@ DAMAGE: Final = (
 )
 
 
+# Made once: without them Arrow looks into the environment for every stream.
+READ: Final = pa.ipc.IpcReadOptions()
+WRITE: Final = pa.ipc.IpcWriteOptions()
+
+
 class Part(msgspec.Struct, frozen=True, array_like=True):
     """Lines of the reply's payload bytes `[start, start + length)`: line i belongs to the reply's row `rows[i]`."""
 
@@ -82,11 +87,24 @@ def encode(batch: pa.RecordBatch) -> pa.Buffer:
     Raises:
         MessageTooLarge: it fits no message; nothing was copied.
     """
-    _refuse_large(batch.nbytes, len(batch))
+    _refuse_large(stream_bytes(batch), len(batch))
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
+    _write(batch, sink)
     return sink.getvalue()
+
+
+def _write(batch: pa.RecordBatch, sink: pa.NativeFile) -> None:
+    with pa.ipc.new_stream(sink, batch.schema, options=WRITE) as writer:
+        writer.write_batch(batch)
+
+
+def stream_bytes(batch: pa.RecordBatch) -> int:
+    """About how large its Arrow stream is; nothing is copied to know it."""
+    try:
+        return pa.ipc.get_record_batch_size(batch)  # type: ignore[no-any-return]
+    except pa.ArrowCapacityError:
+        # More elements than a stream can have.
+        return batch.nbytes  # type: ignore[no-any-return]
 
 
 def _refuse_large(size: int, rows: int) -> None:
@@ -104,14 +122,19 @@ def decode(data: bytes | bytearray | memoryview, where: str) -> pa.RecordBatch:
         SchemaError: not an Arrow stream of one batch, or one with damaged offsets.
     """
     try:
-        with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
-            batch = reader.read_next_batch()
+        batch = read(data)
         batch.validate(full=True)
         # Names and types are decoded when they are first asked for.
         repr(batch.schema), batch.schema.names
     except DAMAGE as error:
         raise SchemaError(f"{where}: expected one Arrow record batch, got {error or 'an empty stream'}") from error
     return batch
+
+
+def read(data: Buffer) -> pa.RecordBatch:
+    """The batch of an Arrow stream that is known to be whole; its columns lie in `data`."""
+    with pa.ipc.open_stream(pa.py_buffer(data), options=READ) as reader:
+        return reader.read_next_batch()
 
 
 def records_of(rows: Sequence[Row], stage: str, name: str) -> dict[int, tuple[list[int], list[int]]]:
@@ -122,17 +145,22 @@ def records_of(rows: Sequence[Row], stage: str, name: str) -> dict[int, tuple[li
     """
     records: dict[int, tuple[list[int], list[int]]] = {}
     for position, row in enumerate(rows):
-        if stage not in row.places:
+        place = row.places.get(stage)
+        if place is None:
             raise SchemaError(f"row {row.id} has no column {name}: its stage {stage} is not done")
-        record, line = row.places[stage]
-        positions, lines = records.setdefault(record, ([], []))
-        positions.append(position)
-        lines.append(line)
+        found = records.get(place.record)
+        if found is None:
+            found = records[place.record] = ([], [])
+        found[0].append(position)
+        found[1].append(place.line)
     return records
 
 
 def gather(
-    rows: Sequence[Row], wanted: Mapping[str, Sequence[str]], payload: Callable[[int], memoryview]
+    rows: Sequence[Row],
+    wanted: Mapping[str, Sequence[str]],
+    payload: Callable[[int], memoryview],
+    batch: Callable[[int], pa.RecordBatch],
 ) -> tuple[tuple[Part, ...], Buffer]:
     """Collect columns of rows from the records they lie in.
 
@@ -140,30 +168,37 @@ def gather(
         rows: the rows, in the order of the reply.
         wanted: stage → names of its columns; `*` stands for all of them.
         payload: the bytes of a record.
+        batch: what they say.
 
     Returns:
         The parts, and their bytes end to end.
+
+    Raises:
+        MessageTooLarge: they fit no message.
     """
+    found = [
+        (stage, names, record, positions, lines)
+        for stage, names in wanted.items()
+        for record, (positions, lines) in records_of(rows, stage, names[0]).items()
+    ]
+    if len(found) == 1:
+        stage, names, record, positions, lines = found[0]
+        if _is_all(batch(record), lines, names):
+            data = payload(record)
+            return (Part(stage, tuple(positions), 0, len(data)),), data
     parts: list[Part] = []
-    pieces: list[Buffer] = []
-    start = 0
-    for stage, names in wanted.items():
-        for record, (positions, lines) in records_of(rows, stage, names[0]).items():
-            piece = _cut(payload(record), lines, names)
-            parts.append(Part(stage, tuple(positions), start, len(piece)))
-            pieces.append(piece)
-            start += len(piece)
-            _refuse_large(start, len(rows))
-    return tuple(parts), pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    sink = pa.BufferOutputStream()
+    for stage, names, record, positions, lines in found:
+        piece, start = select(batch(record), lines, names), sink.tell()
+        _refuse_large(start + stream_bytes(piece), len(rows))
+        _write(piece, sink)
+        parts.append(Part(stage, tuple(positions), start, sink.tell() - start))
+    return tuple(parts), memoryview(sink.getvalue())
 
 
-def _cut(data: memoryview, lines: Sequence[int], names: Sequence[str]) -> memoryview:
-    """The bytes of some lines and columns of one record: as they lie there when all are wanted."""
-    with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
-        batch = reader.read_next_batch()
-    if (ANY in names or len(names) == batch.num_columns) and list(lines) == list(range(len(batch))):
-        return data
-    return memoryview(encode(select(batch, lines, names)))
+def _is_all(batch: pa.RecordBatch, lines: Sequence[int], names: Sequence[str]) -> bool:
+    """Whether all lines and columns of a record are wanted, as they lie there."""
+    return (ANY in names or len(names) == batch.num_columns) and list(lines) == list(range(len(batch)))
 
 
 def select(batch: pa.RecordBatch, lines: Sequence[int], names: Sequence[str]) -> pa.RecordBatch:

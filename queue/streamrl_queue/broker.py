@@ -457,7 +457,7 @@ class Broker:
             raise SchemaError(f"put: expected {lines} lines for {len(ask.keys)} keys, one {each}; got {len(batch)}")
         oldest, tokens = self._tokens_of(batch) if ask.filled else ((), ())
         envs = envs_of(batch)
-        event, rows, duplicates = self.rows.put(
+        event, rows, known = self.rows.put(
             self._wall(),
             ask.keys,
             envs,
@@ -470,7 +470,7 @@ class Broker:
             tokens=tokens,
         )
         self.store.record(event, asked.payload, asked.envelope.payload)
-        return m.Receipt(rows, duplicates, self.store.journal.durability)
+        return m.Receipt(rows, len(known), self.store.journal.durability, known)
 
     def _is_full(self, rows: int, size: int, *, rolled_out: bool) -> str | None:
         """Why `rows` more rows of `size` bytes must wait; None when there is room."""

@@ -25,6 +25,7 @@ from .nursery import open_nursery
 from .rpc import RpcClient
 from .schema import Task, task_batch
 from .state import Statistics, Version
+from .together import Together
 from .transport import ZEROMQ, Transport
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,13 @@ class TransferQueue:
     """A session at a broker. Open it with `connect`; share it between tasks."""
 
     def __init__(
-        self, rpc: RpcClient, session: str, hello: m.Hello, address: str, wall: Callable[[], float] = time.time
+        self,
+        rpc: RpcClient,
+        nursery: trio.Nursery,
+        session: str,
+        hello: m.Hello,
+        address: str,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self.session = session
         self.address = address
@@ -76,6 +83,7 @@ class TransferQueue:
         self._since = wall()
         self._gauges: dict[str, float] = {}
         self._puts = itertools.count(1)
+        self._together = Together(self._exchange, nursery)
         # Where columns can be read in place.
         self._journal: MappedJournal | None = None
         # Requests that nobody awaits any more; the broker is told of them with the next heartbeat.
@@ -126,7 +134,7 @@ class TransferQueue:
             rpc = RpcClient(dealer, m.Reply, key, session, transport.entropy(NONCE_BYTES))
             async with open_nursery() as nursery:
                 nursery.start_soon(rpc.receive)
-                queue = cls(rpc, session, hello, address, wall)
+                queue = cls(rpc, nursery, session, hello, address, wall)
                 source = f"the queue at {address}"
                 welcome: m.Welcome = await rpc.call(hello, deadline=deadline, resend=RESEND_SECONDS, source=source)
                 if mapped and transport.shares_files and welcome.journal and welcome.host == host():
@@ -166,8 +174,7 @@ class TransferQueue:
         """Ask, and ask again after a broker restart or a lost session, under the same id: what the request was given
         before, and its reply did not tell, it is given again.
         """
-        if not 0.0 <= wait < float("inf"):
-            raise ValueError(f"wait: expected 0 or more seconds, got {wait}")
+        _check_wait(wait)
         with self._rpc.asking() as id:
             try:
                 return await self._exchange_as(id, request, payload, trio.current_time() + wait + PATIENCE_SECONDS)
@@ -238,6 +245,8 @@ class TransferQueue:
     ) -> m.Receipt:
         """Every line of `batch` becomes one group of `members` rows; blocks while the queue is full.
 
+        Small puts that tasks make at the same time leave in one message.
+
         Args:
             batch: tasks, or a record batch of any columns.
             keys: one per line, unique for ever: a repeated key makes no second group. Tasks bring their own; for a
@@ -255,6 +264,7 @@ class TransferQueue:
             QueueFull: no room within `wait`; nothing was stored.
             SchemaError: the columns do not fit.
         """
+        _check_wait(wait)
         if not 1 <= members <= MOST_MEMBERS:
             raise SchemaError(f"put: members: expected 1 to {MOST_MEMBERS} rows per group, got {members}")
         sources: dict[str, int] = {}
@@ -268,8 +278,7 @@ class TransferQueue:
             groups = len(batch) // members if filled else len(batch)
             keys = [f"{self.session}/{number}/{line}" for line in range(groups)]
         ask = m.PutTasks(tuple(keys), members, split, priority, sources, wait, tuple(filled))
-        receipt, _ = await self._exchange(ask, encode(batch), wait)
-        return receipt  # type: ignore[no-any-return]
+        return await self._together.put(ask, batch)
 
     async def lease(
         self,
@@ -433,6 +442,11 @@ class TransferQueue:
         """
         counts: m.Counts = await self._ask(m.GetStatistics())
         return {"total": counts.protocol_errors, **counts.strangers}
+
+
+def _check_wait(wait: float) -> None:
+    if not 0.0 <= wait < float("inf"):
+        raise ValueError(f"wait: expected 0 or more seconds, got {wait}")
 
 
 def _id(lease: Lease | int) -> int:

@@ -23,7 +23,6 @@ import logging
 import mmap
 import os
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -36,7 +35,6 @@ from . import wire
 from .config import Durability, Recovery
 from .errors import JournalError, SchemaError
 from .events import Event
-from .recent import remember
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +49,6 @@ EVENTS_PER_SEGMENT: Final = 200_000
 # A sealed segment with a smaller share of needed bytes is emptied by moving them.
 SPARSE: Final = 0.25
 SNAPSHOTS_KEPT: Final = 2
-# A record is read in parts, by several readers: its payload is checked once for those that come soon.
-RECORDS_CHECKED: Final = 256
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Event).decode
@@ -223,8 +219,6 @@ class Journal:
         self._unsynced: set[int] = set()
         # What rows that have not left still need of the segments.
         self.needed_bytes = 0
-        # Records whose payload was found whole lately.
-        self._checked: OrderedDict[int, None] = OrderedDict()
         # Whether `sparse` and `delete_unneeded` may find something that they did not find before.
         self.untidy = True
         # Dumps the state when a segment is full and it is worth it; the store sets it.
@@ -379,14 +373,9 @@ class Journal:
         """The payload of a record, as a slice of the mapped segment."""
         return self._segments[record >> 32].payload(record & 0xFFFFFFFF)
 
-    def is_whole(self, record: int, *, anew: bool) -> bool:
-        """Whether the record's payload is what its writer wrote; `anew=False` trusts a check of a moment ago."""
-        if not anew and record in self._checked:
-            return True
-        whole = wire.payload_digest(self.payload(record)) == self.place(record)[2]
-        if whole:
-            remember(self._checked, record, None, RECORDS_CHECKED)
-        return whole
+    def is_whole(self, record: int) -> bool:
+        """Whether the record's payload is what its writer wrote."""
+        return wire.payload_digest(self.payload(record)) == self.place(record)[2]
 
     def name(self, record: int) -> str:
         """File and byte of a record, for people."""

@@ -275,12 +275,14 @@ class Counts(msgspec.Struct, frozen=True, tag=True):
 class Receipt(msgspec.Struct, frozen=True, tag=True):
     """The request took effect, and survives what `durability` promises.
 
-    `rows` are the rows it named or made; `duplicates` of them were there before.
+    `rows` are the rows it named or made; `duplicates` of them were there before. Of a put, these are counted in keys, and
+    `known` says which of its keys they are.
     """
 
     rows: tuple[int, ...]
     duplicates: int
     durability: Durability
+    known: tuple[int, ...] = ()
 
 
 class Held(msgspec.Struct, frozen=True, tag=True):

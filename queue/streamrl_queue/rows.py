@@ -44,7 +44,7 @@ class Rows(Table):
 
     def room(self) -> int:
         """How many more rows may be put."""
-        return self.flow.waiting_rows - self._waiting_rollout
+        return self.flow.waiting_rows - self.census.unstarted
 
     def put(
         self,
@@ -59,8 +59,8 @@ class Rows(Table):
         filled: Sequence[str] = (),
         oldest: Sequence[int] = (),
         tokens: Sequence[int] = (),
-    ) -> tuple[Put | None, tuple[int, ...], int]:
-        """The event that makes rows of the keys not seen before, all row ids of `keys`, and the repeated keys.
+    ) -> tuple[Put | None, tuple[int, ...], tuple[int, ...]]:
+        """The event that makes rows of the keys not seen before, all row ids of `keys`, and which keys were there.
 
         With `filled`, `oldest` and `tokens` (or nothing) are those of all rows of all keys.
         """
@@ -69,19 +69,19 @@ class Rows(Table):
         if len(set(filled)) != len(filled):
             raise SchemaError(f"put: filled: expected every stage once, got {', '.join(filled)}")
         self._check_filled(filled, split, oldest)
-        fresh: dict[str, int] = {}
-        first: dict[str, int] = {}
-        for line, key in enumerate(keys):
-            if key in first:
-                continue
-            known = self._first_row(key)
-            first[key] = self._next_row + len(fresh) * members if known is None else known
-            if known is None:
-                fresh[key] = line
-        numbers = tuple(fresh.values())
-        lines = tuple(number * members for number in numbers) if filled else numbers
+        fresh = self._unknown(keys)
+        if len(fresh) == len(keys):
+            # As nearly always: nothing is put for the second time.
+            numbers: Sequence[int] = range(len(keys))
+            rows = tuple(range(self._next_row, self._next_row + len(keys) * members))
+        else:
+            line_of = {key: line for line, key in reversed([*enumerate(keys)])}
+            numbers = [line_of[key] for key in fresh]
+            first = {key: self._next_row + i * members for i, key in enumerate(fresh)}
+            starts = (first[key] if key in first else self._first_row(key) for key in keys)
+            rows = tuple(row for start in starts for row in range(start, start + members))
+        lines = tuple(number * members for number in numbers) if filled else tuple(numbers)
         chosen = [line + member for line in lines for member in range(members)] if filled else ()
-        rows = tuple(row for key in keys for row in range(first[key], first[key] + members))
         event = Put(
             at,
             self._next_row,
@@ -89,7 +89,7 @@ class Rows(Table):
             lines,
             members,
             tuple(fresh),
-            tuple(envs[line] for line in lines),
+            tuple([envs[line] for line in lines]),
             split,
             priority,
             sources,
@@ -97,7 +97,8 @@ class Rows(Table):
             tuple(oldest[line] for line in chosen) if oldest else (),
             tuple(tokens[line] for line in chosen) if tokens else (),
         )
-        return (event if lines else None), rows, len(keys) - len(lines)
+        known = tuple(sorted({*range(len(keys))} - {*numbers})) if len(numbers) < len(keys) else ()
+        return (event if lines else None), rows, known
 
     def _check_filled(self, filled: Sequence[str], split: str, oldest: Sequence[int]) -> None:
         for stage in (self.stage(name) for name in filled):
@@ -116,12 +117,17 @@ class Rows(Table):
 
     def fresh(self, keys: Sequence[str]) -> int:
         """How many groups a put of these keys would make."""
-        return sum(self._first_row(key) is None for key in dict.fromkeys(keys))
+        return len(self._unknown(keys))
 
-    def _first_row(self, key: str) -> int | None:
-        """The first row of the group with this key, if it was ever put (as far as the past is remembered)."""
+    def _unknown(self, keys: Sequence[str]) -> list[str]:
+        """Those that were never put (as far as the past is remembered), each once."""
+        known, past = self.keys, self.past_keys
+        return [key for key in dict.fromkeys(keys) if key not in known and key not in past]
+
+    def _first_row(self, key: str) -> int:
+        """The first row of the group that was put with this key."""
         group = self.keys.get(key)
-        return group.first if group is not None else self.past_keys.get(key)
+        return group.first if group is not None else self.past_keys[key]
 
     def _splits(self) -> list[str]:
         return sorted({split for stage in self.flow.stages for split in stage.splits})
@@ -162,7 +168,7 @@ class Rows(Table):
         if gone := stale(self, stage, step):
             return Dropped(at, gone, "stale")
         # Of few ready rows none is looked at; the count may be of rows that may not go, never of too few.
-        if self._stage_counts[stage.name]["ready"] < at_least:
+        if self.census.stages[stage.name]["ready"] < at_least:
             return None
         pick = Pick(self, stage, step)
         pick.fill(rows, env)
@@ -215,9 +221,11 @@ class Rows(Table):
     def written_before(self, lease_id: int, rows: Sequence[int]) -> bool:
         """Whether exactly this lease has already written all of `rows`: then a write is a repetition."""
         past = self.past_leases.get(lease_id, {}).get("written", ())
-        return bool(rows) and all(
-            id in past or ((row := self.rows.get(id)) is not None and lease_id in row.writers.values()) for id in rows
-        )
+        return bool(rows) and all(id in past or self._has_written(lease_id, id) for id in rows)
+
+    def _has_written(self, lease_id: int, id: int) -> bool:
+        row = self.rows.get(id)
+        return row is not None and any(place.lease == lease_id for place in row.places.values())
 
     def told_before(self, lease_id: int, rows: Sequence[int] | None, how: Told) -> tuple[int, ...]:
         """`rows` (default: all that there are), if this lease has already been ended on them that way: then it is told

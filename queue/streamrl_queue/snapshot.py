@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from .config import Flow
+from .errors import JournalError
 from .events import Granted
 from .rows import Rows
 from .standing import Told
@@ -29,8 +30,7 @@ class RowState(msgspec.Struct, frozen=True, array_like=True):
     born: int
     step: int | None
     tokens: int
-    places: dict[str, tuple[int, int]]
-    writers: dict[str, int]
+    places: dict[str, Place]
     attempts: dict[str, int]
     outside: Literal["", "unseen", "seen"]
 
@@ -94,9 +94,9 @@ def dump(rows: Rows) -> bytes:
         trained_through=rows._trained_through,
         step_rows=rows._step_rows,
         retired=dict(rows.retired),
-        ended=tuple((split, how, n) for (split, how), n in rows._states.items() if how in ENDS),
-        reasons=tuple((how, reason, n) for (how, reason), n in rows._ends.items()),
-        written={name: counts["written"] for name, counts in rows._stage_counts.items()},
+        ended=tuple((split, how, n) for (split, how), n in rows.census.states.items() if how in ENDS),
+        reasons=tuple((how, reason, n) for (how, reason), n in rows.census.ends.items()),
+        written={name: counts["written"] for name, counts in rows.census.stages.items()},
         fences=dict(rows.fences),
         past_leases=dict(rows.past_leases),
         ready=rows.ready_order(),
@@ -105,8 +105,17 @@ def dump(rows: Rows) -> bytes:
 
 
 def load(data: bytes, *, now: float) -> Rows:
-    """The state that `dump` wrote, under the flow of that day; leases and stragglers get their full time anew."""
-    state = msgspec.msgpack.decode(data, type=State)
+    """The state that `dump` wrote, under the flow of that day; leases and stragglers get their full time anew.
+
+    Raises:
+        JournalError: another release wrote it.
+    """
+    try:
+        state = msgspec.msgpack.decode(data, type=State)
+    except msgspec.ValidationError as error:
+        raise JournalError(
+            f"the newest snapshot was written by another release of streamrl ({error}); let that one finish the run"
+        ) from error
     rows = Rows(state.flow)
     rows._now = now
     rows.sources, rows.versions = state.sources, state.versions
@@ -120,13 +129,13 @@ def load(data: bytes, *, now: float) -> Rows:
     rows._trained_through, rows._step_rows = state.trained_through, state.step_rows
     for split, n in state.retired.items():
         rows.retired[split] = n
-        rows._states[split, "trained"] += n
+        rows.census.states[split, "trained"] += n
     for split, how, n in state.ended:
-        rows._states[split, how] += n
+        rows.census.states[split, how] += n
     for how, reason, n in state.reasons:
-        rows._ends[how, reason] += n
+        rows.census.ends[how, reason] += n
     for name, n in state.written.items():
-        rows._stage_counts[name]["written"] = n
+        rows.census.stages[name]["written"] = n
     _load_rows(rows, state)
     _load_leases(rows, state)
     rows._start_leases(now)
@@ -147,7 +156,6 @@ def _row_state(row: Row) -> Any:
         row.step,
         row.tokens,
         row.places,
-        row.writers,
         row.attempts,
         row.outside,
     )
@@ -160,8 +168,7 @@ def _load_rows(rows: Rows, state: State) -> None:
         group = groups[known.group]
         row = Row(known.id, group, known.member, known.env, known.split, known.priority, Place(0, 0))
         row.born, row.step, row.tokens = known.born, known.step, known.tokens
-        row.places = {stage: Place(*place) for stage, place in known.places.items()}
-        row.writers, row.attempts, row.outside = known.writers, known.attempts, known.outside
+        row.places, row.attempts, row.outside = known.places, known.attempts, known.outside
         row.bound = row.split == "train" and rows.flow.admission is not None and not row.outside
         group.admitted = state.groups[known.group][1]
         group.members.append(row)
@@ -171,7 +178,7 @@ def _load_rows(rows: Rows, state: State) -> None:
     for row in rows.rows.values():
         if row.step is None:
             rows._enter_way(row)
-        rows._count(row)
+        rows.census.count(row)
     for group in groups.values():
         rows._note_gap(group)
 
@@ -183,9 +190,9 @@ def _load_leases(rows: Rows, state: State) -> None:
         rows._session_leases[lease.session].add(lease.id)
         for row in [rows.rows[id] for id in granted.rows]:
             row.leases[lease.stage] = lease.id
-            rows._stage_counts[lease.stage]["leased"] += 1
+            rows.census.stages[lease.stage]["leased"] += 1
             if rows.stages[lease.stage].trains:
                 rows._leave_way(row)
                 if (lease.step or 0) > rows.step:
                     rows._handed[lease.step or 0] += 1
-            rows._recount(row)
+            rows.census.recount((row,))

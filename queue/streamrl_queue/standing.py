@@ -15,11 +15,12 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple
 
+from .census import Census
 from .config import Flow, Stage
 from .errors import UnknownName
 from .ready import ReadyQueue
 from .recent import remember
-from .state import UNBORN, Group, Lease, Line, Place, Row, StageCount, Statistics, Version
+from .state import UNBORN, Group, Lease, Line, Place, Row, Statistics, Version
 
 # Keys of ended groups that are still recognised when they are put again.
 PAST_KEYS: Final = 1 << 16
@@ -90,7 +91,6 @@ class Standing:
         self._admitted = self._lost = 0
         # Admitted groups with members that have not started, or must start again.
         self._gaps: dict[int, Group] = {}
-        self._waiting_rollout = 0
         # Step → rows trained in all steps up to it. Step 0 trained none.
         self._trained_through: dict[int, int] = {0: 0}
         self._step_rows: dict[int, tuple[int, ...]] = {}
@@ -100,9 +100,7 @@ class Standing:
         self._from_outside: Counter[int] = Counter()
         # Step → rows in the learner's hands for it.
         self._handed: Counter[int] = Counter()
-        self._states: Counter[tuple[str, str]] = Counter()
-        self._ends: Counter[tuple[str, str]] = Counter()
-        self._stage_counts: dict[str, Counter[str]] = {}
+        self.census = Census()
         self._configure(flow)
 
     def _configure(self, flow: Flow) -> None:
@@ -112,10 +110,8 @@ class Standing:
         self._needs = flow.needs()
         self._paths: dict[str, Path] = {}
         self._trains = next((stage.name for stage in flow.stages if stage.trains), "")
-        self._parking = frozenset(stage.name for stage in flow.stages if stage.parks)
         self._ready = {stage.name: ReadyQueue(stage, flow, self.rows) for stage in flow.stages}
-        for stage in flow.stages:
-            self._stage_counts.setdefault(stage.name, Counter())
+        self.census.configure(flow)
 
     def stage(self, name: str) -> Stage:
         """The stage of that name.
@@ -161,28 +157,32 @@ class Standing:
         Their groups are left to `_settle`.
         """
         done: list[Row] = []
+        here: list[Row] = []
+        able: dict[str, list[Row]] = {}
+        known, split, path = self.rows, None, None
         for row in rows:
-            if row.id not in self.rows:
+            if row.id not in known:
                 # It ended with its group, a moment ago.
                 continue
-            path = self.path(row.split)
+            if path is None or row.split != split:
+                split, path = row.split, self.path(row.split)
+            places = row.places
             # The comparison of numbers is the cheaper one, and nearly always enough.
-            if len(row.places) > len(path.names) and path.names <= row.places.keys():
+            if len(places) > len(path.names) and path.names <= places.keys():
                 done.append(row)
-            else:
-                self._make_ready(row, path)
-                self._recount(row)
+                continue
+            here.append(row)
+            if row.step is None:
+                for stage, needs in path.single:
+                    name = stage.name
+                    open_here = name not in places and name not in row.ready and name not in row.leases
+                    if open_here and needs <= places.keys():
+                        able.setdefault(name, []).append(row)
+        for name, ready in able.items():
+            self._push(self.stages[name], ready)
+        self.census.recount(here)
         if done:
             self._end(done, "done", "")
-
-    def _make_ready(self, row: Row, path: Path) -> None:
-        places, ready, leases = row.places, row.ready, row.leases
-        if row.step is not None:
-            return
-        for stage, needs in path.single:
-            name = stage.name
-            if name not in places and name not in ready and name not in leases and needs <= places.keys():
-                self._push(stage, row)
 
     @staticmethod
     def _is_open(stage: str, row: Row) -> bool:
@@ -215,9 +215,8 @@ class Standing:
             self._end([row for row in group.members if row.step is None], "dropped", "group_too_small")
             return
         group.ready[stage.name] = wanting
-        self._push(stage, wanting[0])
-        for member in wanting:
-            self._recount(member)
+        self._push(stage, wanting[:1])
+        self.census.recount(wanting)
 
     def members(self, group: Group, stage: Stage) -> Members:
         """How the members of a group stand to a group stage."""
@@ -247,18 +246,22 @@ class Standing:
         """The rows that are handed out together when `row` comes up for `stage`."""
         return row.group.ready[stage.name] if stage.unit == "group" else (row,)
 
-    def _push(self, stage: Stage, row: Row) -> None:
-        """The row (or its whole group) is ready from now on."""
-        name, rows = stage.name, self.concerned(stage, row)
-        born = row.born if len(rows) == 1 else min(member.born for member in rows)
-        queue = self._ready[name]
-        entry = queue.rank(row, born, next(self._numbers))
-        for member in rows:
-            member.ready[name] = entry
-            if stage.trains and member.outside:
-                self._see(member)
-        self._stage_counts[name]["ready"] += len(rows)
-        queue.push(self.line(stage, row), entry)
+    def _push(self, stage: Stage, rows: Iterable[Row]) -> None:
+        """The rows are ready from now on; of a group stage, the whole groups that they stand for."""
+        name, grouped = stage.name, stage.unit == "group"
+        queue, numbers, line = self._ready[name], self._numbers, self.line
+        pushed = 0
+        for row in rows:
+            members = row.group.ready[name] if grouped else (row,)
+            born = min(member.born for member in members) if grouped else row.born
+            entry = queue.rank(row, born, next(numbers))
+            for member in members:
+                member.ready[name] = entry
+                if stage.trains and member.outside:
+                    self._see(member)
+            pushed += len(members)
+            queue.push(line(stage, row), entry)
+        self.census.stages[name]["ready"] += pushed
         self.touched.add(name)
 
     def _enqueue(self, stage: Stage, row: Row) -> None:
@@ -274,15 +277,19 @@ class Standing:
                 member.ready[name] = entry
             self._enqueue(stage, first)
 
-    def _unready(self, name: str, row: Row) -> None:
-        if name not in row.ready:
-            return
-        rows = row.group.ready.pop(name, None) or [row]
-        self._stage_counts[name]["ready"] -= len(rows)
-        for member in rows:
-            del member.ready[name]
-            if member is not row:
-                self._recount(member)
+    def _unready(self, name: str, rows: Iterable[Row]) -> None:
+        """The rows are no longer ready for a stage, nor are those that would be handed out with them."""
+        gone = 0
+        for row in rows:
+            if name not in row.ready:
+                continue
+            members = row.group.ready.pop(name, None) or (row,)
+            gone += len(members)
+            for member in members:
+                del member.ready[name]
+            if len(members) > 1:
+                self.census.recount(member for member in members if member is not row)
+        self.census.stages[name]["ready"] -= gone
 
     def line(self, stage: Stage, row: Row) -> Line:
         """Where the row queues: its environment, and how the staleness bound treats it, so that nobody waits behind a
@@ -305,7 +312,7 @@ class Standing:
             if stage.unit == "group":
                 self._make_group_ready(row.group, stage)
             elif name not in row.ready and self._wants(stage, row):
-                self._push(stage, row)
+                self._push(stage, (row,))
         for row in list(self.rows.values()):
             if row.step is None:
                 self._advance([row])
@@ -317,8 +324,8 @@ class Standing:
     def _admit(self, group: Group) -> None:
         group.admitted = True
         self._admitted += len(group.members)
+        self.census.recount(group.members)
         for member in group.members:
-            self._recount(member)
             if member.ready:
                 self._queue_again(member)
 
@@ -387,7 +394,7 @@ class Standing:
         for row in rows:
             del row.leases[lease.stage]
             lease.rows.discard(row.id)
-        self._stage_counts[lease.stage]["leased"] -= len(rows)
+        self.census.stages[lease.stage]["leased"] -= len(rows)
         if lease.step is not None and lease.step in self._handed:
             self._handed[lease.step] -= len(rows)
         if not lease.rows:
@@ -405,18 +412,16 @@ class Standing:
                     self._note_told(row.leases[stage], "dropped", (row.id,))
                 self._end_lease(row, stage)
             for name in tuple(row.ready):
-                self._unready(name, row)
+                self._unready(name, (row,))
             # A group that was ready with this member is so without it only once `_settle` says so.
             if row.group.ready:
                 for name, concerned in tuple(row.group.ready.items()):
-                    self._unready(name, concerned[0])
-                    self._recount(concerned[0])
+                    self._unready(name, concerned[:1])
+                    self.census.recount(concerned[:1])
             self._leave_way(row)
             if (row.bound and row.group.admitted) or row.outside == "seen":
                 self._lost += 1
-            self._uncount(row)
-            self._ends[how, reason] += 1
-            self._states[row.split, how] += 1
+            self.census.end(row, how, reason)
             self._remove(row)
         for group in {row.group.id: row.group for row in rows if row.group.members}.values():
             self._settle(group)
@@ -442,58 +447,9 @@ class Standing:
             del self.references[place.record]
             self.freed.append(place.record)
 
-    # -- counting
-
-    def _state_of(self, row: Row) -> str:
-        if row.step is not None:
-            return "trained"
-        if row.leases:
-            return "leased"
-        if row.ready:
-            if self._parking and row.ready.keys() <= self._parking:
-                return "parked"
-            if row.group.admitted or not row.bound:
-                return "ready"
-        return "waiting"
-
-    def _count(self, row: Row) -> None:
-        state = row.state = self._state_of(row)
-        self._states[row.split, state] += 1
-        row.unstarted = len(row.places) == 1 and (state == "waiting" or state == "ready")
-        self._waiting_rollout += row.unstarted
-
-    def _count_alike(self, rows: Sequence[Row]) -> None:
-        """Count rows that stand alike: those of one put."""
-        first = rows[0]
-        self._count(first)
-        for row in rows[1:]:
-            row.state, row.unstarted = first.state, first.unstarted
-        self._states[first.split, first.state] += len(rows) - 1
-        self._waiting_rollout += first.unstarted * (len(rows) - 1)
-
-    def _uncount(self, row: Row) -> None:
-        self._states[row.split, row.state] -= 1
-        self._waiting_rollout -= row.unstarted
-
-    def _recount(self, row: Row) -> None:
-        state = self._state_of(row)
-        if state != row.state:
-            self._states[row.split, row.state] -= 1
-            self._states[row.split, state] += 1
-            row.state = state
-        unstarted = len(row.places) == 1 and (state == "waiting" or state == "ready")
-        if unstarted is not row.unstarted:
-            self._waiting_rollout += unstarted - row.unstarted
-            row.unstarted = unstarted
-
     def statistics(self) -> Statistics:
         """Counts by state, stage and split."""
-        totals: Counter[str] = Counter()
-        by_split: dict[str, dict[str, int]] = {}
-        for (split, state), n in sorted(self._states.items()):
-            if n:
-                totals[state] += n
-                by_split.setdefault(split, {})[state] = n
+        totals, by_split = self.census.totals()
         return Statistics(
             tasks=self._next_row - 1,
             waiting=totals["waiting"],
@@ -502,18 +458,13 @@ class Standing:
             parked=totals["parked"],
             trained=totals["trained"],
             done=totals["done"],
-            dropped={reason: n for (how, reason), n in self._ends.items() if how == "dropped"},
-            dead={reason: n for (how, reason), n in self._ends.items() if how == "dead"},
+            dropped=self.census.reasons("dropped"),
+            dead=self.census.reasons("dead"),
             by_split=by_split,
-            stages={stage.name: self._stage_count(stage) for stage in self.flow.stages},
+            stages={stage.name: self.census.stage(stage.name, parks=stage.parks) for stage in self.flow.stages},
             admitted=self._admitted,
             step=self.step,
             version=self.version,
             version_step=self.version_step(self.version),
             sources=dict(self.sources),
         )
-
-    def _stage_count(self, stage: Stage) -> StageCount:
-        counts = self._stage_counts[stage.name]
-        ready, parked = (0, counts["ready"]) if stage.parks else (counts["ready"], 0)
-        return StageCount(ready, counts["leased"], counts["written"], parked)

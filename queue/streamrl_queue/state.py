@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import msgspec
 
@@ -21,11 +21,14 @@ Rank = tuple[int, int, int, int]
 Line = tuple[str, str]
 
 
-class Place(NamedTuple):
-    """Where a row's columns of one stage lie: a record of the journal, and the line in its payload."""
+class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where a row's columns of one stage lie: a record of the journal, and the line in its payload; and the lease that
+    wrote them (0: the row was born with them), so that a repeated write gets its first receipt.
+    """
 
     record: int
     line: int
+    lease: int = 0
 
 
 class Row:
@@ -50,7 +53,6 @@ class Row:
         "step",
         "tokens",
         "unstarted",
-        "writers",
     )
 
     def __init__(self, id: int, group: Group, member: int, env: str, split: str, priority: int, place: Place) -> None:
@@ -67,8 +69,6 @@ class Row:
         self.tokens = 0
         # Stage → where its columns lie; also the set of stages that are done.
         self.places: dict[str, Place] = {TASK: place}
-        # Stage → the lease that wrote it, so that a repeated write gets its first receipt.
-        self.writers: dict[str, int] = {}
         self.leases: dict[str, int] = {}
         self.attempts: dict[str, int] = {}
         # Stage that it can be handed out for → its entry in that stage's queue; of a group stage, its group's.

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import pyarrow as pa
 import trio
 
 from . import snapshot
-from .batches import Mapped, Part, gather, records_of
+from .batches import Mapped, Part, gather, read, records_of
 from .config import ANY, Flow, Stage
 from .errors import JournalError, SchemaError
 from .events import Configured, Dropped, Event, Moved
 from .journal import Damaged, Journal
+from .recent import remember
 from .rows import Rows
 from .schema import KEY_COLUMNS
 from .state import TASK, Row
@@ -29,6 +32,8 @@ log = logging.getLogger(__name__)
 
 # Moved out of a sparse segment between two rounds of messages: a few milliseconds' worth.
 MOVED_BYTES: Final = 4 << 20
+# A record is read in parts, by several readers: it is checked and opened once for those that come soon.
+RECORDS_OPEN: Final = 256
 # Columns that are part of every reply.
 KEYS: Final = frozenset(KEY_COLUMNS.names)
 
@@ -57,6 +62,8 @@ class Store:
         self._unsynced = False
         # Rows that events have changed since the last snapshot.
         self._changes = 0
+        # Records that were found whole lately.
+        self._opened: OrderedDict[int, pa.RecordBatch] = OrderedDict()
         # The segment that is being emptied, and what is still to move: (record, stage) → rows.
         self._moving = 0
         self._moves: dict[tuple[int, str], list[int]] = {}
@@ -137,6 +144,7 @@ class Store:
         for freed in self.rows.freed:
             # A record whose rows ended with it was never needed.
             if freed != record:
+                self._opened.pop(freed, None)
                 self.journal.free(freed)
         self.rows.freed.clear()
 
@@ -185,13 +193,21 @@ class Store:
             JournalError: what lies in the journal is not what was written; the rows that it belongs to are dropped.
         """
 
-        def payload(record: int) -> memoryview:
-            if not self.journal.is_whole(record, anew=anew):
+        def batch(record: int) -> pa.RecordBatch:
+            return self._open(record, anew=anew)
+
+        return gather(rows, self._wanted(names, stage), self.journal.payload, batch)
+
+    def _open(self, record: int, *, anew: bool) -> pa.RecordBatch:
+        """What a record holds, checked."""
+        batch = None if anew else self._opened.get(record)
+        if batch is None:
+            if not self.journal.is_whole(record):
                 self._give_up(record)
                 raise JournalError(f"columns in {self.journal.name(record)} are damaged; their rows were dropped")
-            return self.journal.payload(record)
-
-        return gather(rows, self._wanted(names, stage), payload)
+            batch = read(self.journal.payload(record))
+        remember(self._opened, record, batch, RECORDS_OPEN)
+        return batch
 
     def places(self, rows: Sequence[Row], names: Sequence[str], stage: Stage | None) -> tuple[Mapped, ...]:
         """Where the named columns of rows lie, for a reader on this host.

@@ -103,13 +103,12 @@ class Table(Standing):
         if event.filled:
             for number, row in enumerate(rows):
                 self._fill(row, event, number, Place(record, event.line(number)))
-                self._count(row)
+                self.census.count(row)
             self._advance(rows)
             return
         for stage in self.path(event.split).first:
-            for row in rows:
-                self._push(stage, row)
-        self._count_alike(rows)
+            self._push(stage, rows)
+        self.census.count_alike(rows)
 
     def _fill(self, row: Row, event: Put, number: int, place: Place) -> None:
         """The row is born with the columns of some stages."""
@@ -134,8 +133,8 @@ class Table(Standing):
         for group in event.admitted:
             self._admit(next(row.group for row in rows if row.group.id == group))
         name = stage.name
+        self._unready(name, rows)
         for row in rows:
-            self._unready(name, row)
             row.leases[name] = lease.id
             row.attempts[name] = row.attempts.get(name, 0) + 1
             if stage.admits:
@@ -144,9 +143,9 @@ class Table(Standing):
                 self._see(row)
                 self._handed[event.step or 0] += 1
                 self._leave_way(row)
-        self._stage_counts[name]["leased"] += len(rows)
+        self.census.stages[name]["leased"] += len(rows)
+        self.census.recount(rows)
         for row in rows:
-            self._recount(row)
             if row.group.admitted:
                 self._note_gap(row.group)
         if stage.trains:
@@ -154,14 +153,13 @@ class Table(Standing):
 
     def _apply_written(self, event: Written, record: int) -> None:
         name = event.stage
-        self._stage_counts[name]["written"] += len(event.rows)
+        self.census.stages[name]["written"] += len(event.rows)
         rows = [self.rows[id] for id in event.rows]
         self.references[record] += len(rows)
         self._note_told(event.lease, "written", event.rows)
         self._end_part(self.leases[event.lease], rows)
         for line, row in enumerate(rows):
-            row.places[name] = Place(record, line)
-            row.writers[name] = event.lease
+            row.places[name] = Place(record, line, event.lease)
             if event.tokens:
                 row.tokens = event.tokens[line]
             if event.oldest and event.oldest[line] in self.versions:
@@ -177,7 +175,7 @@ class Table(Standing):
     def _apply_moved(self, event: Moved, record: int) -> None:
         for row in (self.rows[id] for id in event.rows if id in self.rows):
             old = row.places[event.stage]
-            row.places[event.stage] = Place(record, old.line)
+            row.places[event.stage] = Place(record, old.line, old.lease)
             self.references[record] += 1
             self._release(old)
 
@@ -222,16 +220,16 @@ class Table(Standing):
     def _apply_committed(self, event: Committed) -> None:
         self.step = event.step
         self._step_rows[event.step] = event.rows
-        self._stage_counts[self._trains]["written"] += len(event.rows)
+        self.census.stages[self._trains]["written"] += len(event.rows)
         rows = [self.rows[id] for id in event.rows]
         for row in rows:
             # Whoever else holds it is too late: it has ended.
             for name in tuple(row.leases):
                 self._end_lease(row, name)
             for name in tuple(row.ready):
-                self._unready(name, row)
+                self._unready(name, (row,))
             row.step = event.step
-            self._recount(row)
+            self.census.recount((row,))
         self._trained_through[event.step] = self._trained_through[event.step - 1] + len(rows)
         self._handed.pop(event.step, None)
         for group in {row.group.id: row.group for row in rows}.values():
@@ -254,7 +252,7 @@ class Table(Standing):
             back.extend(self._step_rows.pop(step))
             self._trained_through.pop(step)
         if back:
-            self._stage_counts[self._trains]["written"] -= len(back)
+            self.census.stages[self._trains]["written"] -= len(back)
         self.step = event.step
         for lease in [lease for lease in self.leases.values() if lease.stage == self._trains]:
             for id in sorted(lease.rows):
@@ -265,8 +263,8 @@ class Table(Standing):
             row.step = None
             self._enter_way(row)
             for name, concerned in tuple(row.group.ready.items()):
-                self._unready(name, concerned[0])
-                self._recount(concerned[0])
+                self._unready(name, concerned[:1])
+                self.census.recount(concerned[:1])
         self._go_on(rows)
         self._touch_bound()
 
@@ -283,7 +281,7 @@ class Table(Standing):
             group.ready.clear()
             group.waits.clear()
         self._waits.clear()
-        for counts in self._stage_counts.values():
+        for counts in self.census.stages.values():
             counts["ready"] = 0
         self._configure(event.flow)
         self._start_leases(now)

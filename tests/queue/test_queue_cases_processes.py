@@ -163,6 +163,7 @@ def test_a_large_put_is_not_kept_out_by_small_ones_and_holds_them_up_no_longer_t
         async with (
             open_broker(flow, path / "j", bind=f"ipc://{path}/q.sock") as broker,
             TransferQueue.connect(broker.address) as queue,
+            TransferQueue.connect(broker.address) as other,
             open_nursery() as nursery,
         ):
 
@@ -184,7 +185,7 @@ def test_a_large_put_is_not_kept_out_by_small_ones_and_holds_them_up_no_longer_t
             nursery.start_soon(large, 20.0)
             while not broker._waiting:
                 await trio.sleep(0.01)
-            nursery.start_soon(queue.put, rows(1))
+            nursery.start_soon(other.put, rows(1))
             while len(broker._waiting) < 2:
                 await trio.sleep(0.01)
             lease = await queue.lease("work", rows=7)

@@ -109,6 +109,6 @@ def test_what_is_forgotten_is_refused_and_not_made_up(life: Life) -> None:
     with pytest.raises(LeaseExpired):
         rows.write(0.0, "s", 1, [1], (), ())
     assert rows.versions.keys() == set(range(70, 102))
-    put, ids, duplicates = rows.put(0.0, ["100/0"], ["e"], members=MEMBERS, split="train", priority=0, sources={})
-    assert (put, duplicates) == (None, 1), "a key of the last ones is still known"
+    put, ids, known = rows.put(0.0, ["100/0"], ["e"], members=MEMBERS, split="train", priority=0, sources={})
+    assert (put, known) == (None, (0,)), "a key of the last ones is still known"
     assert len(ids) == MEMBERS

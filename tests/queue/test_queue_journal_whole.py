@@ -6,7 +6,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
+from blake3 import blake3
 
 from streamrl_queue.config import work_flow
 from streamrl_queue.errors import JournalError
@@ -110,3 +112,12 @@ def test_a_write_that_failed_at_the_end_of_a_segment_is_no_damage(tmp_path: Path
     store.record(put, bytes(2 * SEGMENT_BYTES))
     store.journal.close()
     assert opened(tmp_path / "j").rows.statistics().tasks == 1
+
+
+def test_a_snapshot_of_another_release_is_refused_with_a_word_about_it(tmp_path: Path) -> None:
+    filled(tmp_path / "j", finish=True)
+    newest = max((tmp_path / "j").glob("*.snapshot"))
+    state = msgspec.msgpack.encode({"flow": "of another day"})
+    newest.write_bytes(blake3(state).digest() + state)
+    with pytest.raises(JournalError, match="written by another release of streamrl"):
+        opened(tmp_path / "j")

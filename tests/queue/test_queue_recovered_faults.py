@@ -204,8 +204,13 @@ class ForgetfulServer:
 def test_a_request_is_asked_again_under_its_id_after_a_lost_session() -> None:
     """A lease whose reply was lost with the broker is else given to a session that does not know of it."""
     server = ForgetfulServer()
-    queue = TransferQueue(cast(RpcClient, server), "s", m.Hello("n", "r"), "nowhere")
-    assert trio.run(queue.begin_version, 0, None) == 1
+
+    async def body() -> int:
+        async with trio.open_nursery() as nursery:
+            queue = TransferQueue(cast(RpcClient, server), nursery, "s", m.Hello("n", "r"), "nowhere")
+            return await queue.begin_version(0, None)
+
+    assert trio.run(body) == 1
     assert server.ids == [1, 1]
 
 

@@ -211,7 +211,7 @@ class Machine(RuleBasedStateMachine):
         statistics.check()
         assert self.stale() == 0, "with `wait`, whatever is started is trained in time"
         states = Counter(row.state for row in self.rows.rows.values())
-        assert states == Counter(self.rows._state_of(row) for row in self.rows.rows.values())
+        assert states == Counter(self.rows.census.state_of(row) for row in self.rows.rows.values())
         assert states["leased"] == statistics.leased
         assert states["ready"] == statistics.ready
         assert states["waiting"] == statistics.waiting
@@ -266,7 +266,6 @@ def picture(table: Table) -> object:
             row.born,
             row.step,
             row.places,
-            row.writers,
             row.leases,
             row.attempts,
             {*row.ready},

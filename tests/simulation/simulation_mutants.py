@@ -182,13 +182,13 @@ def a_group_is_ready_with_a_member_missing(self: Table, group: Group, stage: Any
     wanting = [member for member in group.members if self._wants(stage, member)]
     if wanting and stage.name not in group.ready:
         group.ready[stage.name] = wanting
-        self._push(stage, wanting[0])
+        self._push(stage, wanting[:1])
 
 
 @mutant(Table, "_end")
 def a_dropped_row_is_counted_twice(self: Table, rows: Sequence[Row], how: str, reason: str) -> None:
     end(self, rows, how, reason)
-    self._ends[how, reason] += len(rows) if how == "dropped" else 0
+    self.census.ends[how, reason] += len(rows) if how == "dropped" else 0
 
 
 @mutant(Store, "record")
@@ -249,9 +249,9 @@ def stale_rows_are_trained(bound: Any, *, born: int, step: int) -> bool:
     return False
 
 
-@mutant(Rows, "_first_row")
-def a_repeated_key_makes_a_second_group(self: Rows, key: str) -> int | None:
-    return None
+@mutant(Rows, "_unknown")
+def a_repeated_key_makes_a_second_group(self: Rows, keys: Sequence[str]) -> list[str]:
+    return list(keys)
 
 
 @mutant(Table, "line")

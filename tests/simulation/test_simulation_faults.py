@@ -59,7 +59,7 @@ def test_a_failure_names_its_seed_its_rows_and_the_command_that_repeats_it(
 ) -> None:
     from streamrl_queue.rows import Rows
 
-    monkeypatch.setattr(Rows, "_first_row", lambda self, key: None)
+    monkeypatch.setattr(Rows, "_unknown", lambda self, keys: list(keys))
     assert main(["simulate", "--seed", "0", "--hours", "0.004"]) == 1
     said = capsys.readouterr().out
     assert "FAILED" in said
