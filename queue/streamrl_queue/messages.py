@@ -275,8 +275,8 @@ class Counts(msgspec.Struct, frozen=True, tag=True):
 class Receipt(msgspec.Struct, frozen=True, tag=True):
     """The request took effect, and survives what `durability` promises.
 
-    `rows` are the rows it named or made; `duplicates` of them were there before. Of a put, these are counted in keys, and
-    `known` says which of its keys they are.
+    `rows` are the rows it named or made; `duplicates` of them were there before. Of a put, these are counted in keys,
+    and `known` says which of its keys they are.
     """
 
     rows: tuple[int, ...]

@@ -10,7 +10,7 @@ socket's event flags first, and a send that finds input waiting wakes the sleepi
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 from types import TracebackType
@@ -105,12 +105,19 @@ class Transport(Protocol):
         """Connect to the router at `address`."""
 
 
+Configure = Callable[["zmq.Socket[bytes]"], None]
+
+
 class _Socket:
-    def __init__(self, kind: int) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    def __init__(
+        self, kind: int, configure: Configure | None, context: zmq.Context[zmq.Socket[bytes]] | None = None
+    ) -> None:
+        self._socket = (context or zmq.Context.instance()).socket(kind)
+        if configure is not None:
+            configure(self._socket)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._fd: int = self._socket.getsockopt(zmq.FD)
+        self._fd = int(self._socket.getsockopt(zmq.FD))
         self._sleeper: trio.CancelScope | None = None
 
     async def recv(self, deadline: float = inf) -> list[Buffer] | None:
@@ -174,7 +181,14 @@ class _Socket:
 class ZmqRouter(_Socket):
     """A Router over ZeroMQ."""
 
-    def __init__(self, address: str, *, key: bytes | None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        key: bytes | None,
+        configure: Configure | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
         """Bind `address` (`tcp://host:0` takes a free port, `ipc://path` makes its directory with mode 0700).
 
         Raises:
@@ -187,7 +201,7 @@ class ZmqRouter(_Socket):
                 f"bind address {address} is reachable from other hosts and needs a key: make one with `streamrl "
                 "keygen FILE` and give it (--key-file FILE), or use 127.0.0.1"
             )
-        super().__init__(zmq.ROUTER)
+        super().__init__(zmq.ROUTER, configure, context)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if address.startswith("ipc://"):
             Path(address.removeprefix("ipc://")).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -211,8 +225,8 @@ class ZmqRouter(_Socket):
 class ZmqDealer(_Socket):
     """A Dealer over ZeroMQ."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__(zmq.DEALER)
+    def __init__(self, address: str, *, configure: Configure | None = None) -> None:
+        super().__init__(zmq.DEALER, configure)
         # Without a connection nothing is queued: a Router that restarts must not get a flood of stale requests.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)

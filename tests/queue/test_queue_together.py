@@ -94,8 +94,7 @@ def test_what_is_wrong_with_one_is_told_to_its_caller_alone(tmp_path: Path) -> N
                 batch = pa.RecordBatch.from_arrays([pa.array([env], pa.string())], names=["env"])
                 try:
                     receipt = await queue.put(batch)
-                except SchemaError as error:
-                    assert "strings without nulls" in str(error)
+                except SchemaError:
                     failed.append(number)
                 else:
                     stored.extend(receipt.rows)
@@ -193,6 +192,8 @@ def test_the_end_of_one_caller_is_not_the_others(tmp_path: Path) -> None:
                 await trio.testing.wait_all_tasks_blocked()
                 scopes[2].cancel()
                 scopes[0].cancel()
+                while [len(asked.request.keys) for asked in broker._waiting] != [2]:
+                    await trio.sleep(0.01)
                 lease = await queue.lease("work", rows=2)
                 assert lease is not None
                 await queue.drop(lease, reason="done with")

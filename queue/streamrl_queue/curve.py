@@ -1,0 +1,106 @@
+"""Encrypted connections: ZeroMQ's CURVE, with all its keys made from the queue's key.
+
+    open_broker(…, bind="tcp://0.0.0.0:5555", key=key, transport=Curve(key))
+    TransferQueue.connect("tcp://broker:5555", key=key, transport=Curve(key))
+
+The queue's key alone proves who sent a message and that it came as it was sent; with CURVE nobody on the way can read
+it either. Both sides must use it. Who does not know the key cannot finish the handshake, so ZeroMQ turns them away and
+no message of theirs is ever looked at.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+import zmq
+from blake3 import blake3
+from zmq.utils import z85
+
+from .errors import ConfigError
+from .keys import check_key
+from .transport import ZeroMQ, ZmqDealer, ZmqRouter
+
+SERVER: Final = "streamrl queue, CURVE key of the server, 2026-12"
+CLIENT: Final = "streamrl queue, CURVE key of a client, 2026-12"
+
+
+class Curve(ZeroMQ):
+    """Sockets between real processes that share a key, encrypted under it.
+
+    Raises:
+        ConfigError: no key, or ZeroMQ was built without CURVE.
+    """
+
+    def __init__(self, key: bytes | None) -> None:
+        if key is None:
+            raise ConfigError("an encrypted queue needs a key: make one with `streamrl keygen FILE`")
+        check_key(key)
+        if not zmq.has("curve"):
+            raise ConfigError("this build of ZeroMQ has no CURVE; install pyzmq from its wheels")
+        self._server = _Pair(key, SERVER)
+        self._client = _Pair(key, CLIENT)
+
+    def router(self, address: str, *, key: bytes | None) -> ZmqRouter:
+        """Listen at `address`, to those who know the key."""
+        return _CurveRouter(address, key, self._server, self._client.public)
+
+    def dealer(self, address: str) -> ZmqDealer:
+        """Connect to `address`, where somebody listens who knows the key."""
+        return ZmqDealer(address, configure=partial(_as_client, self._client, self._server.public))
+
+
+class _Pair:
+    """A secret key that is made from the queue's, and its public key; as ZeroMQ writes them. Never shown."""
+
+    def __init__(self, key: bytes, purpose: str) -> None:
+        self.secret: bytes = z85.encode(blake3(key, derive_key_context=purpose).digest())
+        self.public: bytes = zmq.curve_public(self.secret)
+
+
+def _as_client(own: _Pair, server: bytes, socket: zmq.Socket[bytes]) -> None:
+    socket.curve_secretkey, socket.curve_publickey = own.secret, own.public
+    socket.curve_serverkey = server
+
+
+class _CurveRouter(ZmqRouter):
+    """A Router whose handshakes are judged in a context of its own: ZeroMQ has one judge for each context."""
+
+    def __init__(self, address: str, key: bytes | None, own: _Pair, client: bytes) -> None:
+        # Here, because it brings asyncio along.
+        from zmq.auth.thread import ThreadAuthenticator
+
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._judge = ThreadAuthenticator(self._context)
+        self._judge.start()
+        self._judge.configure_curve_callback(credentials_provider=_Known(client))
+
+        def configure(socket: zmq.Socket[bytes]) -> None:
+            socket.curve_secretkey, socket.curve_publickey = own.secret, own.public
+            socket.curve_server = True
+
+        try:
+            super().__init__(address, key=key, configure=configure, context=self._context)
+        except BaseException:
+            self._end()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        self._end()
+
+    def _end(self) -> None:
+        if not self._context.closed:
+            self._judge.stop()
+            self._context.term()
+
+
+class _Known:
+    """Says whether a client may connect."""
+
+    def __init__(self, client: bytes) -> None:
+        self._client = client
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether this public key, as ZeroMQ writes it, is the one that is made from the queue's key."""
+        return key == self._client
