@@ -168,6 +168,9 @@ def test_leases_that_ran_out_rows_that_died_and_requests_that_wait_are_counted(t
         assert at(found, "dead_rows_total", "work") == at(found, "rows", "train", "dead") == 1
         assert (at(found, "waiting_leases", "collect"), at(found, "waiting_leases", "work")) == (1, 0)
         assert at(found, "waiting_puts") == 0
+        # The one that waits was looked at and not answered.
+        assert at(found, "requests_total", "LeaseRows") == 1
+        assert at(found, "handling_seconds_count", "LeaseRows") >= 2
 
     run_trio(main)
 
@@ -259,7 +262,7 @@ def test_a_request_that_is_no_scrape_is_told_so(request_: bytes, status: bytes, 
     run_trio(main)
 
 
-def test_idle_endless_and_broken_connections_leave_the_broker_serving_and_end(
+def test_idle_and_broken_connections_leave_the_broker_serving_and_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More idle connections than are looked at; none lives longer than its seconds."""
@@ -268,7 +271,6 @@ def test_idle_endless_and_broken_connections_leave_the_broker_serving_and_end(
         monkeypatch.setattr(metrics, "CONNECTION_SECONDS", 0.3)
         async with served(tmp_path) as here, AsyncExitStack() as stack:
             idle = [await stack.enter_async_context(await here.connection()) for _ in range(metrics.MOST_CONNECTIONS)]
-            huge = await stack.enter_async_context(await here.connection())
             half = await stack.enter_async_context(await here.connection())
             await half.send_all(b"GET /metrics HT")
             (await here.connection()).socket.close()
@@ -278,10 +280,50 @@ def test_idle_endless_and_broken_connections_leave_the_broker_serving_and_end(
             await here.queue.write(lease, written(lease.ids))
             for stream in (*idle, half):
                 assert await response(stream) == (b"", b"")
-            with pytest.raises(trio.BrokenResourceError):
-                await flood(huge)
             monkeypatch.undo()
             assert at(await here.scrape(), "stage_rows", "collect", "ready") == 2
+
+    run_trio(main)
+
+
+def test_a_request_without_an_end_is_cut_off_by_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "CONNECTION_SECONDS", 10 * SECONDS)
+
+    async def main() -> None:
+        async with served(tmp_path) as here, await here.connection() as stream:
+            with pytest.raises(trio.BrokenResourceError):
+                await flood(stream)
+            assert (await here.queue.put(numbers(1))).rows
+
+    run_trio(main)
+
+
+def test_connections_beyond_the_most_wait_in_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = peak = 0
+    read = metrics._head
+
+    async def counted(stream: trio.SocketStream) -> bytes:
+        nonlocal taken, peak
+        taken += 1
+        peak = max(peak, taken)
+        try:
+            return await read(stream)
+        finally:
+            taken -= 1
+
+    monkeypatch.setattr(metrics, "_head", counted)
+    monkeypatch.setattr(metrics, "CONNECTION_SECONDS", SECONDS)
+    monkeypatch.setattr(metrics, "ACCEPT_SECONDS", 0.0)
+
+    async def main() -> None:
+        async with served(tmp_path) as here:
+            idle = [await here.connection() for _ in range(metrics.MOST_CONNECTIONS + 3)]
+            await trio.testing.wait_all_tasks_blocked()
+            assert taken == metrics.MOST_CONNECTIONS
+            for stream in idle:
+                await stream.aclose()
+            await here.scrape()
+            assert peak == metrics.MOST_CONNECTIONS
 
     run_trio(main)
 
