@@ -115,6 +115,9 @@ def _served(queue: argparse.ArgumentParser) -> None:
         default="stop",
         help="damaged columns in the journal: refuse to start, or drop their rows (default: stop)",
     )
+    queue.add_argument(
+        "--metrics", metavar="HOST:PORT", help="answer Prometheus at http://HOST:PORT/metrics; on this host only"
+    )
     queue.set_defaults(command=_queue)
 
 
@@ -218,6 +221,7 @@ def _queue(options: argparse.Namespace) -> int:
         partial(print, flush=True),
         stages=options.stages,
         recovery=options.recovery,
+        metrics=options.metrics,
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from .batches import Mapped, Part, RowKeys, decode
 from .border import check_put, check_written, envs_of, rows_of, tokens_of
 from .config import Durability, Flow, Recovery
 from .errors import JournalError, MessageTooLarge, ProtocolError, QueueFull, SchemaError, SessionLost, StreamRLError
-from .events import EndCause, Granted
+from .events import EndCause, Event, Granted
 from .gate import Gate
 from .journal import Journal
 from .keys import check_key
@@ -86,6 +87,10 @@ class Asked:
         return self.envelope.id
 
 
+# What one request gets: a reply, perhaps with a payload; None as long as it must wait.
+Handler = Callable[[Asked], msgspec.Struct | tuple[msgspec.Struct, Buffer | None] | None]
+
+
 class Broker:
     """Serves one queue. Open it with `open_broker`."""
 
@@ -121,7 +126,7 @@ class Broker:
         self._behind = 0
         # Who was here before a restart is back by then, or gone.
         self._all_back = self._clock() + flow.session_seconds
-        self._handlers: dict[type, Callable[[Asked], msgspec.Struct | tuple[msgspec.Struct, Buffer | None] | None]] = {
+        self._handlers: dict[type, Handler] = {
             m.Hello: self._hello,
             m.Heartbeat: self._heartbeat,
             m.Bye: self._bye,
@@ -164,9 +169,24 @@ class Broker:
         return self.strangers.total
 
     @property
+    def refused(self) -> Counter[str]:
+        """Refusals that were sent, by the class of the error."""
+        return self._gate.refused
+
+    @property
     def rows(self) -> Rows:
         """The rows, for looking."""
         return self.store.rows
+
+    @property
+    def waiting(self) -> list[m.Request]:
+        """The requests that wait for rows, for room or for members."""
+        return [asked.request for asked in self._waiting]
+
+    def watch(self, event: Callable[[Event], None], timed: Callable[[type, Handler], Handler]) -> None:
+        """From now on `event` hears of every event before it is folded, and `timed` stands around every handler."""
+        self.store.watch = event
+        self._handlers = {kind: timed(kind, handler) for kind, handler in self._handlers.items()}
 
     def recover(self) -> int:
         """Fold the journal; returns how many events there were. Sessions get their full time anew."""

@@ -172,6 +172,8 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     key_file: str | None = None
     """File with the queue's key, as `streamrl keygen FILE` makes it, readable by its owner alone: only processes that
     have it can talk to the queue and the engines. None: the file that STREAMRL_QUEUE_KEY_FILE names, or no key."""
+    metrics: str | None = None
+    """HOST:PORT of this machine where the broker answers Prometheus, at http://HOST:PORT/metrics. None: nowhere."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "queue", _QUEUE_BOUNDS)

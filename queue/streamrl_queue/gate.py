@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
 
 from . import wire
 from .errors import MessageTooLarge, ProtocolError
-from .nonces import NO_TOKEN, NONCE_BYTES, SECRET_BYTES, Challenge, Door, Strangers
+from .nonces import NO_TOKEN, NONCE_BYTES, SECRET_BYTES, Challenge, Door, Reason, Strangers
 from .transport import Buffer
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class Gate:
     ) -> None:
         self.door = Door(secret or os.urandom(SECRET_BYTES))
         self.strangers = Strangers()
+        # Class of an error → how often it was answered.
+        self.refused: Counter[str] = Counter()
         self._key = key
         self._send = send
         self._address = address
@@ -44,19 +47,19 @@ class Gate:
         try:
             envelope, payload = wire.unseal(frames, self._key)
         except ProtocolError as error:
-            self.drop(peer, str(error))
+            self.drop(peer, str(error), "digest")
             return None
         if self.door.admits(envelope.session, envelope.nonce):
             return envelope, payload
         # A request for another life, or a client's first one: it changes nothing, and is told the token it lacks.
         if envelope.nonce[NONCE_BYTES:] != NO_TOKEN:
-            self.drop(peer, "it was made for another server, session or life of this one")
+            self.drop(peer, "it was made for another server, session or life of this one", "life")
         self.answer(peer, envelope, Challenge(self.door.token(envelope.session, envelope.nonce)))
         return None
 
-    def drop(self, peer: bytes, why: str) -> None:
+    def drop(self, peer: bytes, why: str, reason: Reason) -> None:
         """A message of `peer` is not looked at."""
-        self.strangers.count(peer)
+        self.strangers.count(peer, reason)
         if self.strangers.worth_a_word():
             told = peer.hex(), self._address, self.strangers.total, why
             log.warning("dropped a message of peer %s at %s (%d so far): %s", *told)
@@ -68,5 +71,7 @@ class Gate:
             frames = wire.seal(asked.session, asked.id, reply, payload, self._key, nonce=nonce)
         except MessageTooLarge as error:
             refused = wire.Refused(type(error).__name__, str(error))
-            frames = wire.seal(asked.session, asked.id, refused, None, self._key, nonce=nonce)
+            reply, frames = refused, wire.seal(asked.session, asked.id, refused, None, self._key, nonce=nonce)
+        if type(reply) is wire.Refused:
+            self.refused[reply.error] += 1
         self._send([peer, *frames])

@@ -219,6 +219,8 @@ class Journal:
         self._unsynced: set[int] = set()
         # What rows that have not left still need of the segments.
         self.needed_bytes = 0
+        # What was appended since this journal was opened.
+        self.appended_bytes = 0
         # Whether `sparse` and `delete_unneeded` may find something that they did not find before.
         self.untidy = True
         # Dumps the state when a segment is full and it is worth it; the store sets it.
@@ -239,6 +241,18 @@ class Journal:
     def size(self) -> int:
         """Bytes that the segments hold."""
         return sum(segment.end for segment in self._segments.values())
+
+    @property
+    def segments(self) -> int:
+        """How many segments there are."""
+        return len(self._segments)
+
+    def snapshot_time(self) -> float | None:
+        """When the newest snapshot was written, in seconds since the epoch; None when there is none."""
+        try:
+            return self._snapshot_path(self._snapshots[-1]).stat().st_mtime if self._snapshots else None
+        except FileNotFoundError:
+            return None
 
     def snapshot(self) -> bytes | None:
         """The newest whole snapshot; `recover` goes on behind it. None when there is none."""
@@ -327,6 +341,7 @@ class Journal:
             start = segment.append(head, header, payload)
         except OSError as error:
             raise JournalError(f"cannot write to {self.directory}: {error.strerror}") from error
+        self.appended_bytes += segment.end - start
         self._unsynced.add(segment.number)
         return segment.number << 32 | start
 
@@ -347,7 +362,7 @@ class Journal:
         return segment
 
     def _write_snapshot(self, number: int, state: bytes) -> None:
-        path = self.directory / f"{number:08d}.snapshot"
+        path = self._snapshot_path(number)
         draft = path.with_suffix(".draft")
         with draft.open("wb") as file:
             file.write(blake3(state).digest() + state)
@@ -356,8 +371,11 @@ class Journal:
         draft.rename(path)
         self._snapshots.append(number)
         for old in self._snapshots[:-SNAPSHOTS_KEPT]:
-            (self.directory / f"{old:08d}.snapshot").unlink(missing_ok=True)
+            self._snapshot_path(old).unlink(missing_ok=True)
         self._snapshots = self._snapshots[-SNAPSHOTS_KEPT:]
+
+    def _snapshot_path(self, number: int) -> Path:
+        return self.directory / f"{number:08d}.snapshot"
 
     def sync(self) -> None:
         """Make everything appended so far survive power loss. Blocks for milliseconds."""

@@ -12,9 +12,9 @@ directions differ in length, so no message counts on its way back.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from hmac import compare_digest
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 from blake3 import blake3
@@ -27,6 +27,9 @@ NO_TOKEN: Final = bytes(NONCE_BYTES)
 SECRET_BYTES: Final = 32
 # Peers that are counted by themselves, those heard of last. Whoever floods a queue may come as any number of peers.
 MOST_PEERS: Final = 64
+# Why a message is dropped: it is not under the queue's digest (damage, garbage, another key), it was made for another
+# life, or its body is nothing that is understood.
+Reason = Literal["digest", "life", "body"]
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
@@ -60,12 +63,14 @@ class Strangers:
 
     def __init__(self) -> None:
         self.total = 0
+        self.by_reason: Counter[Reason] = Counter()
         self._by_peer: OrderedDict[str, int] = OrderedDict()
 
-    def count(self, peer: bytes) -> None:
+    def count(self, peer: bytes, reason: Reason) -> None:
         """One more of this peer."""
         name = peer.hex()
         self.total += 1
+        self.by_reason[reason] += 1
         remember(self._by_peer, name, self._by_peer.get(name, 0) + 1, MOST_PEERS)
 
     @property

@@ -242,7 +242,7 @@ class RpcServer:
             try:
                 request = self._decode(envelope.body)
             except wire.MALFORMED as error:
-                self._gate.drop(peer, str(error))
+                self._gate.drop(peer, str(error), "body")
                 continue
             call = (peer, envelope.id)
             if isinstance(request, Forget):

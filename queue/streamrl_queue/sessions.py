@@ -22,6 +22,9 @@ class Sessions:
         self._deadlines: dict[str, float] = {}
         self._beats: dict[str, int] = {}
 
+    def __len__(self) -> int:
+        return len(self._members)
+
     def open(self, now: float, at: float, session: str, hello: Hello, fenced: int | None = None) -> None:
         """A process is here, or here again. Announcements up to the number `fenced` do not count."""
         counts = fenced is None or hello.announced > fenced

@@ -329,6 +329,11 @@ class Standing:
             if member.ready:
                 self._queue_again(member)
 
+    def oldest_birth(self) -> int | None:
+        """The earliest step under which a row was born that is on its way to the learner; None when there is none."""
+        births = (*self._on_their_way, *self._from_outside)
+        return min((born for born in births if born != UNBORN), default=None)
+
     def _see(self, row: Row) -> None:
         """A row from outside of admission is ready to be trained: it takes a place like one that was admitted."""
         if row.outside == "unseen":

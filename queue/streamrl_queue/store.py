@@ -67,6 +67,8 @@ class Store:
         # The segment that is being emptied, and what is still to move: (record, stage) → rows.
         self._moving = 0
         self._moves: dict[tuple[int, str], list[int]] = {}
+        # Told of every event before it is folded; the metrics set it.
+        self.watch: Callable[[Event], None] | None = None
 
     def recover(self) -> int:
         """Fold the journal; returns how many events there were. Leases get their full time anew.
@@ -134,6 +136,8 @@ class Store:
             return
         self._unsynced |= sync or self.journal.durability == "fsync"
         record = self.journal.append(event, payload, digest)
+        if self.watch is not None:
+            self.watch(event)
         try:
             self.rows.apply(event, now=self._clock(), record=record)
         except Exception as error:

@@ -17,6 +17,7 @@ from streamrl_queue import open_broker, work_flow
 from streamrl_queue.config import Durability, Recovery
 from streamrl_queue.errors import ConfigError, JournalError
 from streamrl_queue.keys import find_key
+from streamrl_queue.metrics import check_metrics, serve_metrics
 
 from .failure import first_error
 
@@ -33,8 +34,11 @@ def run_broker(
     *,
     stages: Sequence[str] = ("work",),
     recovery: Recovery = "stop",
+    metrics: str | None = None,
 ) -> int:
     """Serve until a signal; `say` is told the address once it is bound. The exit code is 0, or 143 for SIGTERM."""
+    if metrics is not None:
+        check_metrics(metrics)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     secret = find_key(key)
 
@@ -43,10 +47,10 @@ def run_broker(
             opened = open_broker(
                 work_flow(stages), directory, bind=bind, durability=durability, recovery=recovery, key=secret
             )
-            async with opened as broker:
+            async with opened as broker, serve_metrics(broker, metrics) as url:
                 address.write(broker.address)
                 address.flush()
-                say(f"queue at {broker.address}, journal in {directory}")
+                say(f"queue at {broker.address}, journal in {directory}{f', metrics at {url}' if url else ''}")
                 async for number in signals:
                     return 143 if number == signal.SIGTERM else 0
         return 0

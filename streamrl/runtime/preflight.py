@@ -13,6 +13,7 @@ from streamrl_agents.rewards import OUTCOME
 from streamrl_learners.config import HFModel
 from streamrl_queue.errors import ConfigError
 from streamrl_queue.keys import find_key
+from streamrl_queue.metrics import check_metrics
 
 from ..base_model import model_weights
 from ..config import RunConfig
@@ -38,6 +39,9 @@ def check_inputs(config: RunConfig, run: RunDirectory) -> None:
     """
     with _field("queue.key_file"):
         find_key(config.queue.key_file)
+    if config.queue.metrics is not None:
+        with _field("queue.metrics"):
+            check_metrics(config.queue.metrics)
     with _field("env"):
         load_agent(config.env)
     with _field("tasks.sampler" if config.tasks.sampler else "env"):

@@ -110,13 +110,14 @@ def journal_directory(config: RunConfig, run: RunDirectory) -> Iterator[Path]:
 def broker(context: Context) -> None:
     """The TransferQueue's broker on this run's journal."""
     from streamrl_queue import open_broker
+    from streamrl_queue.metrics import serve_metrics
 
     config = context.config
     flow = flow_of(config)
 
     async def body() -> None:
         with journal_directory(config, context.run) as directory:
-            async with open_broker(
+            opened = open_broker(
                 flow,
                 directory,
                 bind=context.launch.address,
@@ -124,7 +125,8 @@ def broker(context: Context) -> None:
                 segment_bytes=config.queue.segment_mebibytes << 20,
                 recovery=config.queue.recovery,
                 key=context.key,
-            ):
+            )
+            async with opened as broker, serve_metrics(broker, config.queue.metrics):
                 await trio.sleep_forever()
 
     trio.run(_until_sigterm, body)

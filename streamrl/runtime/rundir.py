@@ -44,6 +44,7 @@ CHANGEABLE: Final = (
     "learner.checkpoint_every",
     "learner.keep_checkpoints",
     "queue.key_file",
+    "queue.metrics",
 )
 """Keys that a resumed run may have other values of: what was trained so far does not depend on them."""
 

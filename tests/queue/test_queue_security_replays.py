@@ -270,7 +270,7 @@ def test_a_token_is_of_one_session_one_client_and_one_life() -> None:
 def test_any_number_of_peers_are_counted_in_a_bounded_table() -> None:
     strangers = Strangers()
     for number in range(1000):
-        strangers.count(number.to_bytes(5, "big"))
+        strangers.count(number.to_bytes(5, "big"), "digest")
     assert strangers.total == 1000
     assert len(strangers.by_peer) == MOST_PEERS
 

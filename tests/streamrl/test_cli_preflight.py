@@ -92,6 +92,7 @@ def test_an_environment_that_cannot_be_played_is_refused(
 @pytest.mark.parametrize(
     ("override", "said"),
     [
+        ("queue.metrics=0.0.0.0:9464", "queue.metrics: metrics address 0.0.0.0:9464 is reachable from other hosts"),
         ("tasks.sampler=env.py:number", "tasks.sampler: env.py: has no number; did you mean numbers?"),
         (
             "tasks.sampler=env.py:random",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pyarrow as pa
@@ -82,6 +83,28 @@ def test_a_stage_without_a_name_is_refused(stages: str, tmp_path: Path, capsys: 
 def test_a_public_address_without_a_key_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["queue", "--bind", "tcp://0.0.0.0:0", "--dir", str(tmp_path)]) == 1
     assert "needs a key" in capsys.readouterr().err
+
+
+def test_its_metrics_are_where_it_says(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "streamrl.cli", "queue", "--bind", "tcp://127.0.0.1:0", "--dir", str(tmp_path)]
+    with subprocess.Popen(
+        [*command, "--metrics", "127.0.0.1:0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split("metrics at ")[1].strip()
+        with urllib.request.urlopen(url, timeout=10) as page:
+            assert b'streamrl_queue_stage_rows{stage="work",state="ready"} 0.0\n' in page.read()
+        assert end(process, signal.SIGTERM) == 143
+
+
+def test_metrics_that_other_hosts_could_read_are_refused_before_anything_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "journal"
+    arguments = ["queue", "--bind", "tcp://127.0.0.1:0", "--dir", str(directory), "--metrics", "0.0.0.0:9464"]
+    assert cli.main(arguments) == 2
+    assert "0.0.0.0:9464 is reachable from other hosts" in capsys.readouterr().err
+    assert not directory.exists()
 
 
 def test_a_directory_that_cannot_be_written_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -52,13 +50,3 @@ def test_it_is_learned(environment: str, tmp_path: Path) -> None:
     assert summary.reward_before is not None
     assert summary.reward_after is not None
     assert summary.reward_after - summary.reward_before > 0.2
-
-
-def test_the_stages_of_a_queue_alone_do_what_is_printed(tmp_path: Path) -> None:
-    code = re.search(r"`open_broker` serves any stages.*?```python\n(.*?)```", README.read_text(), re.S)
-    assert code is not None
-    script = code[1].replace("ipc:///tmp/chats/queue", f"ipc://{tmp_path}/queue")
-    said = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert said.stdout == "[{'answer': '4', 'thumb': 'up'}]\n", said.stderr
