@@ -130,7 +130,7 @@ class TransferQueue:
         hello = m.Hello(name or f"{role}-{os.getpid()}", role, endpoint)
         # The journal knows sessions only: their names say whose they were.
         session = session or f"{hello.name}.{os.urandom(8).hex()}"
-        with transport.dealer(address) as dealer:
+        with transport.dealer(address, key=key) as dealer:
             rpc = RpcClient(dealer, m.Reply, key, session, transport.entropy(NONCE_BYTES))
             async with open_nursery() as nursery:
                 nursery.start_soon(rpc.receive)

@@ -1,11 +1,8 @@
 """Encrypted connections: ZeroMQ's CURVE, with all its keys made from the queue's key.
 
-    open_broker(…, bind="tcp://0.0.0.0:5555", key=key, transport=Curve(key))
-    TransferQueue.connect("tcp://broker:5555", key=key, transport=Curve(key))
-
-The queue's key alone proves who sent a message and that it came as it was sent; with CURVE nobody on the way can read
-it either. Both sides must use it. Who does not know the key cannot finish the handshake, so ZeroMQ turns them away and
-no message of theirs is ever looked at.
+A queue that is bound to `curve+tcp://0.0.0.0:7001` is reached at `curve+tcp://HOST:7001`, with its key. The key alone
+proves who sent a message and that it came as it was sent; with CURVE nobody on the way can read it either. Who does not
+know the key cannot finish the handshake: ZeroMQ turns them away, and no message of theirs is ever looked at.
 """
 
 from __future__ import annotations
@@ -19,14 +16,14 @@ from zmq.utils import z85
 
 from .errors import ConfigError
 from .keys import check_key
-from .transport import ZeroMQ, ZmqDealer, ZmqRouter
+from .transport import ENCRYPTED, ZmqDealer, ZmqRouter
 
 SERVER: Final = "streamrl queue, CURVE key of the server, 2026-12"
 CLIENT: Final = "streamrl queue, CURVE key of a client, 2026-12"
 
 
-class Curve(ZeroMQ):
-    """Sockets between real processes that share a key, encrypted under it.
+class Curve:
+    """The sockets of those who share a key.
 
     Raises:
         ConfigError: no key, or ZeroMQ was built without CURVE.
@@ -38,16 +35,19 @@ class Curve(ZeroMQ):
         check_key(key)
         if not zmq.has("curve"):
             raise ConfigError("this build of ZeroMQ has no CURVE; install pyzmq from its wheels")
+        self._key = key
         self._server = _Pair(key, SERVER)
         self._client = _Pair(key, CLIENT)
 
-    def router(self, address: str, *, key: bytes | None) -> ZmqRouter:
-        """Listen at `address`, to those who know the key."""
-        return _CurveRouter(address, key, self._server, self._client.public)
+    def router(self, address: str) -> ZmqRouter:
+        """Listen at `address` (without `curve+`), to those who know the key."""
+        return _CurveRouter(address, self._key, self._server, self._client.public)
 
     def dealer(self, address: str) -> ZmqDealer:
-        """Connect to `address`, where somebody listens who knows the key."""
-        return ZmqDealer(address, configure=partial(_as_client, self._client, self._server.public))
+        """Connect to `address` (without `curve+`), where somebody listens who knows the key."""
+        dealer = ZmqDealer(address, configure=partial(_as_client, self._client, self._server.public))
+        dealer.address = ENCRYPTED + dealer.address
+        return dealer
 
 
 class _Pair:
@@ -66,7 +66,7 @@ def _as_client(own: _Pair, server: bytes, socket: zmq.Socket[bytes]) -> None:
 class _CurveRouter(ZmqRouter):
     """A Router whose handshakes are judged in a context of its own: ZeroMQ has one judge for each context."""
 
-    def __init__(self, address: str, key: bytes | None, own: _Pair, client: bytes) -> None:
+    def __init__(self, address: str, key: bytes, own: _Pair, client: bytes) -> None:
         # Here, because it brings asyncio along.
         from zmq.auth.thread import ThreadAuthenticator
 
@@ -84,6 +84,7 @@ class _CurveRouter(ZmqRouter):
         except BaseException:
             self._end()
             raise
+        self.address = ENCRYPTED + self.address
 
     def close(self) -> None:
         super().close()

@@ -78,7 +78,7 @@ class RpcClient:
         transport: Transport = ZEROMQ,
     ) -> AsyncIterator[RpcClient]:
         """A client whose replies are tagged structs of `reply_type`."""
-        with transport.dealer(address) as dealer:
+        with transport.dealer(address, key=key) as dealer:
             client = cls(dealer, reply_type, key, session, transport.entropy(NONCE_BYTES))
             async with open_nursery() as nursery:
                 nursery.start_soon(client.receive)

@@ -36,11 +36,14 @@ COPY_BELOW_BYTES: Final = 1 << 16
 SMALL_FRAMES: Final = 2
 
 SCHEMES: Final = ("tcp://", "ipc://")
+# Before an address: what passes there is encrypted; see `curve`.
+ENCRYPTED: Final = "curve+"
 LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 
 
 def is_local(address: str) -> bool:
     """Whether only this host's processes can reach `address`."""
+    address = address.removeprefix(ENCRYPTED)
     return address.startswith("ipc://") or urlsplit(address).hostname in LOOPBACK
 
 
@@ -101,8 +104,8 @@ class Transport(Protocol):
     def router(self, address: str, *, key: bytes | None) -> Router:
         """Listen at `address`."""
 
-    def dealer(self, address: str) -> Dealer:
-        """Connect to the router at `address`."""
+    def dealer(self, address: str, *, key: bytes | None = None) -> Dealer:
+        """Connect to the router at `address`; the key is for encrypted ones."""
 
 
 Configure = Callable[["zmq.Socket[bytes]"], None]
@@ -259,11 +262,19 @@ class ZeroMQ:
         return os.urandom(size)
 
     def router(self, address: str, *, key: bytes | None) -> ZmqRouter:
-        """Listen at `address`; see `ZmqRouter`."""
+        """Listen at `address`; see `ZmqRouter` and, for `curve+tcp://…`, `curve`."""
+        if address.startswith(ENCRYPTED):
+            from .curve import Curve
+
+            return Curve(key).router(address.removeprefix(ENCRYPTED))
         return ZmqRouter(address, key=key)
 
-    def dealer(self, address: str) -> ZmqDealer:
+    def dealer(self, address: str, *, key: bytes | None = None) -> ZmqDealer:
         """Connect to `address`."""
+        if address.startswith(ENCRYPTED):
+            from .curve import Curve
+
+            return Curve(key).dealer(address.removeprefix(ENCRYPTED))
         return ZmqDealer(address)
 
 

@@ -10,11 +10,12 @@ from streamrl_queue import audit
 from streamrl_queue.config import Flow
 from streamrl_queue.errors import ConfigError
 from streamrl_queue.events import Configured, Event
+from streamrl_queue.transport import ENCRYPTED
 
 from ..runtime.alone import served_address
 from ..runtime.rundir import RunDirectory
 
-SCHEMES = ("tcp://", "ipc://", "inproc://")
+SCHEMES = ("tcp://", "ipc://", ENCRYPTED)
 
 
 @dataclass(frozen=True)

@@ -427,6 +427,6 @@ class SimTransport:
         """Listen at `address`; one that ends in `:0` gets a number of its own."""
         return self._network.open_router(self._node, address, self._observer)
 
-    def dealer(self, address: str) -> SimDealer:
+    def dealer(self, address: str, *, key: bytes | None = None) -> SimDealer:
         """Connect to `address`."""
         return self._network.open_dealer(self._node, address)

@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -13,10 +14,8 @@ import trio
 import trio.testing
 import zmq
 
-from streamrl_queue import TransferQueue, open_broker, work_flow
-from streamrl_queue.curve import Curve
+from streamrl_queue import Broker, TransferQueue, curve, open_broker, work_flow
 from streamrl_queue.errors import ConfigError, DeadlineExceeded
-from streamrl_queue.transport import ZEROMQ, Transport
 
 KEY = bytes(range(32))
 SECRET = "what only the two of them should know"
@@ -44,13 +43,13 @@ async def wire_tap(port: int) -> AsyncIterator[tuple[str, bytearray]]:
         nursery.cancel_scope.cancel()
 
 
-async def told(path: Path, transport: Transport) -> bytes:
+async def told(path: Path, scheme: str) -> bytes:
     """What somebody on the way sees of a put and a lease."""
     with trio.fail_after(20):
         async with (
-            open_broker(work_flow(), path / "j", bind="tcp://127.0.0.1:0", key=KEY, transport=transport) as broker,
+            open_broker(work_flow(), path / "j", bind=f"{scheme}127.0.0.1:0", key=KEY) as broker,
             wire_tap(int(broker.address.rpartition(":")[2])) as (address, heard),
-            TransferQueue.connect(address, key=KEY, transport=transport, mapped=False) as queue,
+            TransferQueue.connect(address.replace("tcp://", scheme), key=KEY, mapped=False) as queue,
         ):
             await queue.put(pa.RecordBatch.from_pydict({"x": [SECRET]}))
             lease = await queue.lease("work", rows=1)
@@ -61,59 +60,61 @@ async def told(path: Path, transport: Transport) -> bytes:
 
 
 def test_nobody_on_the_way_reads_what_is_put_and_leased(tmp_path: Path) -> None:
-    open_wire = trio.run(told, tmp_path / "open", ZEROMQ)
+    open_wire = trio.run(told, tmp_path / "open", "tcp://")
     assert open_wire.count(SECRET.encode()) >= 2, "else this test could not fail"
-    encrypted = trio.run(told, tmp_path / "encrypted", Curve(KEY))
+    encrypted = trio.run(told, tmp_path / "encrypted", "curve+tcp://")
     assert SECRET.encode() not in encrypted
     assert b"PutTasks" in open_wire
     assert b"PutTasks" not in encrypted
 
 
+@asynccontextmanager
+async def encrypted(path: Path) -> AsyncIterator[Broker]:
+    with trio.fail_after(20):
+        async with open_broker(work_flow(), path / "j", bind="curve+tcp://127.0.0.1:0", key=KEY) as broker:
+            yield broker
+
+
 @pytest.mark.parametrize(
-    "transport", [ZEROMQ, Curve(bytes(32))], ids=["a client that does not encrypt", "a client with another key"]
+    ("scheme", "key"), [("tcp://", KEY), ("curve+tcp://", bytes(32))], ids=["in the clear", "with another key"]
 )
-def test_who_does_not_have_the_key_is_never_heard(tmp_path: Path, transport: Transport) -> None:
+def test_who_does_not_encrypt_under_the_key_is_never_heard(tmp_path: Path, scheme: str, key: bytes) -> None:
     async def test() -> None:
-        with trio.fail_after(20):
-            curve = Curve(KEY)
-            async with open_broker(
-                work_flow(), tmp_path / "j", bind="tcp://127.0.0.1:0", key=KEY, transport=curve
-            ) as broker:
-                with pytest.raises(DeadlineExceeded):
-                    async with TransferQueue.connect(broker.address, key=KEY, transport=transport, deadline=0.5):
-                        pass
-                assert broker.protocol_errors == 0, "its messages do not come as far as that"
-                async with TransferQueue.connect(broker.address, key=KEY, transport=curve) as queue:
-                    assert (await queue.statistics()).tasks == 0
+        async with encrypted(tmp_path) as broker:
+            with pytest.raises(DeadlineExceeded):
+                address = broker.address.replace("curve+tcp://", scheme)
+                async with TransferQueue.connect(address, key=key, deadline=0.5):
+                    pass
+            assert broker.protocol_errors == 0, "its messages do not come as far as that"
+            async with TransferQueue.connect(broker.address, key=KEY) as queue:
+                assert (await queue.statistics()).tasks == 0
 
     trio.run(test)
 
 
-def test_the_key_of_the_server_alone_is_not_enough(tmp_path: Path) -> None:
-    """Somebody who has learned the server's public key, but not the queue's key."""
-
+def test_the_public_key_of_the_server_alone_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        with trio.fail_after(20):
-            curve = Curve(KEY)
-            async with open_broker(
-                work_flow(), tmp_path / "j", bind="tcp://127.0.0.1:0", key=KEY, transport=curve
-            ) as broker:
-                stranger = Curve(KEY)
-                stranger._client.public, stranger._client.secret = zmq.curve_keypair()
-                with pytest.raises(DeadlineExceeded):
-                    async with TransferQueue.connect(broker.address, key=KEY, transport=stranger, deadline=0.5):
-                        pass
+        async with encrypted(tmp_path) as broker:
+
+            def stranger(own: Any, server: bytes, socket: zmq.Socket[bytes]) -> None:
+                socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+                socket.curve_serverkey = server
+
+            monkeypatch.setattr(curve, "_as_client", stranger)
+            with pytest.raises(DeadlineExceeded):
+                async with TransferQueue.connect(broker.address, key=KEY, deadline=0.5):
+                    pass
 
     trio.run(test)
 
 
 def test_clients_go_on_when_an_encrypted_broker_is_back(tmp_path: Path) -> None:
     async def test() -> None:
-        bind, curve = f"ipc://{tmp_path}/q.sock", Curve(KEY)
+        bind = f"curve+ipc://{tmp_path}/q.sock"
 
         async def serve(scope: trio.CancelScope, task_status: trio.TaskStatus[None]) -> None:
             with scope:
-                async with open_broker(work_flow(), tmp_path / "j", bind=bind, key=KEY, transport=curve):
+                async with open_broker(work_flow(), tmp_path / "j", bind=bind, key=KEY):
                     task_status.started()
                     await trio.sleep_forever()
 
@@ -121,7 +122,7 @@ def test_clients_go_on_when_an_encrypted_broker_is_back(tmp_path: Path) -> None:
         with trio.fail_after(30):
             async with trio.open_nursery() as nursery:
                 await nursery.start(serve, first)
-                async with TransferQueue.connect(bind, key=KEY, transport=curve) as queue:
+                async with TransferQueue.connect(bind, key=KEY) as queue:
                     await queue.put(pa.RecordBatch.from_pydict({"x": [1]}))
                     first.cancel()
                     await trio.testing.wait_all_tasks_blocked()
@@ -133,19 +134,28 @@ def test_clients_go_on_when_an_encrypted_broker_is_back(tmp_path: Path) -> None:
     trio.run(test)
 
 
-def test_encryption_without_a_key_is_refused_before_anything_listens() -> None:
+def test_encryption_without_a_key_is_refused_before_anything_listens(tmp_path: Path) -> None:
+    async def serve(key: bytes | None) -> None:
+        async with open_broker(work_flow(), tmp_path / "j", bind="curve+tcp://0.0.0.0:0", key=key):
+            pass
+
+    async def connect() -> None:
+        async with TransferQueue.connect("curve+tcp://127.0.0.1:1"):
+            pass
+
     with pytest.raises(ConfigError, match="needs a key: make one with `streamrl keygen FILE`"):
-        Curve(None)
+        trio.run(serve, None)
+    with pytest.raises(ConfigError, match="needs a key"):
+        trio.run(connect)
     with pytest.raises(ConfigError, match="expected 32 bytes, got 5"):
-        Curve(b"short")
+        trio.run(serve, b"short")
 
 
 def test_no_file_descriptor_and_no_thread_outlives_an_encrypted_broker(tmp_path: Path) -> None:
     async def once(number: int) -> None:
-        curve = Curve(KEY)
         async with (
-            open_broker(work_flow(), tmp_path / str(number), bind="tcp://127.0.0.1:0", key=KEY, transport=curve) as b,
-            TransferQueue.connect(b.address, key=KEY, transport=curve) as queue,
+            open_broker(work_flow(), tmp_path / str(number), bind="curve+tcp://127.0.0.1:0", key=KEY) as broker,
+            TransferQueue.connect(broker.address, key=KEY) as queue,
         ):
             await queue.statistics()
 

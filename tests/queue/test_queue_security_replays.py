@@ -29,7 +29,7 @@ class Tap(ZeroMQ):
         self.said: list[list[bytes]] = []
         self.heard: list[list[bytes]] = []
 
-    def dealer(self, address: str) -> ZmqDealer:
+    def dealer(self, address: str, *, key: bytes | None = None) -> ZmqDealer:
         tap = self
 
         class Tapped(ZmqDealer):
