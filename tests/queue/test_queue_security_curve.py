@@ -81,8 +81,8 @@ async def encrypted(path: Path) -> AsyncIterator[Broker]:
 def test_who_does_not_encrypt_under_the_key_is_never_heard(tmp_path: Path, scheme: str, key: bytes) -> None:
     async def test() -> None:
         async with encrypted(tmp_path) as broker:
+            address = broker.address.replace("curve+tcp://", scheme)
             with pytest.raises(DeadlineExceeded):
-                address = broker.address.replace("curve+tcp://", scheme)
                 async with TransferQueue.connect(address, key=key, deadline=0.5):
                     pass
             assert broker.protocol_errors == 0, "its messages do not come as far as that"
