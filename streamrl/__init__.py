@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from streamrl_agents import ToolCall as ToolCall
+    from streamrl_queue import AsyncioTransferQueue as AsyncioTransferQueue
     from streamrl_queue import BlockingTransferQueue as BlockingTransferQueue
     from streamrl_queue import TransferQueue as TransferQueue
     from streamrl_queue.errors import ConfigError as ConfigError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .runtime.summary import Summary as Summary
 
 _HOMES = {
+    "AsyncioTransferQueue": "streamrl_queue",
     "BlockingTransferQueue": "streamrl_queue",
     "ConfigError": "streamrl_queue.errors",
     "RunConfig": "streamrl.config",
@@ -31,6 +33,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AsyncioTransferQueue",
     "BlockingTransferQueue",
     "ConfigError",
     "RunConfig",

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from .asyncio_client import AsyncioTransferQueue
     from .blocking import BlockingTransferQueue
     from .broker import Broker, open_broker
     from .client import Lease, TransferQueue
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _MODULES: Final = {
     "Admission": ".config",
+    "AsyncioTransferQueue": ".asyncio_client",
     "BlockingTransferQueue": ".blocking",
     "Broker": ".broker",
     "Flow": ".config",
@@ -50,6 +52,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Admission",
+    "AsyncioTransferQueue",
     "BlockingTransferQueue",
     "Broker",
     "Flow",

@@ -69,6 +69,7 @@ def test_status_of_a_run_that_is_not_there_is_refused(tmp_path: Path, capsys: py
 
 def test_the_public_names_are_these() -> None:
     assert sorted(streamrl.__all__) == [
+        "AsyncioTransferQueue",
         "BlockingTransferQueue",
         "ConfigError",
         "RunConfig",
@@ -80,7 +81,7 @@ def test_the_public_names_are_these() -> None:
     ]
     for name in streamrl.__all__:
         assert getattr(streamrl, name).__name__
-    with pytest.raises(AttributeError, match="it has BlockingTransferQueue"):
+    with pytest.raises(AttributeError, match="it has AsyncioTransferQueue"):
         _ = streamrl.nothing
 
 
