@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from streamrl_agents import ToolCall as ToolCall
     from streamrl_queue import AsyncioTransferQueue as AsyncioTransferQueue
     from streamrl_queue import BlockingTransferQueue as BlockingTransferQueue
+    from streamrl_queue import StreamingBatches as StreamingBatches
     from streamrl_queue import TransferQueue as TransferQueue
     from streamrl_queue.errors import ConfigError as ConfigError
     from streamrl_queue.errors import StreamRLError as StreamRLError
@@ -26,6 +27,7 @@ _HOMES = {
     "ConfigError": "streamrl_queue.errors",
     "RunConfig": "streamrl.config",
     "StreamRLError": "streamrl_queue.errors",
+    "StreamingBatches": "streamrl_queue",
     "Summary": "streamrl.runtime.summary",
     "ToolCall": "streamrl_agents",
     "TransferQueue": "streamrl_queue",
@@ -38,6 +40,7 @@ __all__ = [
     "ConfigError",
     "RunConfig",
     "StreamRLError",
+    "StreamingBatches",
     "Summary",
     "ToolCall",
     "TransferQueue",

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from .messages import Member, Membership, Receipt
     from .schema import Segment, Span, Task, Trajectory
     from .state import Statistics, Version
+    from .streaming import StreamingBatches
+    from .tensors import Batch
 
 _MODULES: Final = {
     "Admission": ".config",
     "AsyncioTransferQueue": ".asyncio_client",
+    "Batch": ".tensors",
     "BlockingTransferQueue": ".blocking",
     "Broker": ".broker",
     "Flow": ".config",
@@ -33,6 +36,7 @@ _MODULES: Final = {
     "Span": ".schema",
     "Stage": ".config",
     "Statistics": ".state",
+    "StreamingBatches": ".streaming",
     "Task": ".schema",
     "Trajectory": ".schema",
     "TransferQueue": ".client",
@@ -53,6 +57,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Admission",
     "AsyncioTransferQueue",
+    "Batch",
     "BlockingTransferQueue",
     "Broker",
     "Flow",
@@ -65,6 +70,7 @@ __all__ = [
     "Span",
     "Stage",
     "Statistics",
+    "StreamingBatches",
     "Task",
     "Trajectory",
     "TransferQueue",

@@ -74,6 +74,7 @@ def test_the_public_names_are_these() -> None:
         "ConfigError",
         "RunConfig",
         "StreamRLError",
+        "StreamingBatches",
         "Summary",
         "ToolCall",
         "TransferQueue",
