@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-PATHS := streamrl queue agents producers learners tests bench
+PATHS := streamrl queue agents producers learners tests bench examples
 
 .PHONY: demo setup test check simulate soak clean
 
