@@ -328,6 +328,10 @@ class TransferQueue:
         except SchemaError:
             await self.release(grant.lease, reason="its columns could not be read")
             raise
+        except trio.Cancelled:
+            # Nobody has the lease to give it back.
+            self._rpc.tell(m.Release(grant.lease, None, "nobody waited for its columns"))
+            raise
         return Lease(grant.lease, stage, grant.rows, grant.seconds, grant.version, grant.version_step, batch)
 
     async def fetch(self, rows: Sequence[int], columns: Sequence[str]) -> pa.RecordBatch:

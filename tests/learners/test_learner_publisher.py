@@ -119,7 +119,7 @@ def test_an_engine_that_does_not_answer_costs_its_deadline_and_no_more():
     good, bad = FakeEngine("engine-0"), FakeEngine("engine-1", "hang")
 
     async def body() -> None:
-        async with publishing(good, bad, publish_seconds=0.3) as (courier, queue):
+        async with publishing(good, bad, publish_seconds=1.5) as (courier, queue):
             await publish(courier, 0)
             assert queue.committed == [2]
             assert "Prepare from engine-1" in queue.fenced[0][1]

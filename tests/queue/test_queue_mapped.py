@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pytest
 import trio
 
-from streamrl_queue import Broker, Flow, Stage, TransferQueue, open_broker
+from streamrl_queue import Broker, Flow, Stage, TransferQueue, messages, open_broker
 from streamrl_queue.errors import JournalError, SchemaError
 from streamrl_queue.nursery import run as run_trio
 from streamrl_queue.schema import arrays
@@ -182,5 +183,30 @@ def test_a_queue_alone_gives_no_meaning_to_the_names_of_columns(tmp_path: Path) 
             for env in ([1], [None]):
                 with pytest.raises(SchemaError, match="put: column env: expected strings without nulls"):
                     await q.near.put(pa.RecordBatch.from_pydict({**strange, "env": env}))
+
+    run(test)
+
+
+def test_a_lease_that_is_given_up_while_its_columns_travel_after_all_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with both(tmp_path) as q:
+            await q.near.put(batch(3))
+
+            def unreadable(part: object) -> pa.RecordBatch:
+                raise JournalError("cannot map it")
+
+            monkeypatch.setattr(q.near._journal, "read", unreadable)
+            asked = trio.Event()
+            # The broker does not come to answer.
+            q.broker._handlers[messages.Fetch] = lambda _: asked.set()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(partial(q.near.lease, "score", rows=3))
+                await asked.wait()
+                assert q.broker.rows.leases
+                nursery.cancel_scope.cancel()
+            while q.broker.rows.leases:
+                await trio.sleep(0.01)
 
     run(test)
