@@ -52,10 +52,10 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Chat:
-    """The conversation of one episode, as an agent sees it."""
+    """The conversation of one episode, as an agent sees it. Without a `tool_format` every turn is an answer."""
 
     def __init__(
-        self, conversation: Conversation, generate: GenerateFn, *, limits: Limits, tool_format: ToolFormat
+        self, conversation: Conversation, generate: GenerateFn, *, limits: Limits, tool_format: ToolFormat | None
     ) -> None:
         self.status = "completed"
         self.error: str | None = None
@@ -147,7 +147,7 @@ class Chat:
         if reason != "stop":
             self.status = "truncated_length" if reason == "length" else "aborted"
             return Message(text, (), reason)
-        calls = self._format.parse(text)
+        calls = self._format.parse(text, thinking=self._conversation.thinking) if self._format else ()
         self._answers_due = len(calls)
         return Message(text, calls, reason)
 

@@ -73,6 +73,7 @@ class Conversation:
         self.turns = 0
         self.tokens_sampled = 0
         self.added_characters = 0  # of messages that are not tokens yet
+        self.thinking = False  # whether the last prompt opened a thought, which the turn then continues
         self._template = template
         self._tools = tools
         self._rewrites = rewrites
@@ -127,6 +128,7 @@ class Conversation:
         self._arrays.append(new, 0, np.full(len(new), np.nan, np.float32))
         self._anchor(rendered)
         self.added_characters = 0
+        self.thinking = rendered.rstrip().endswith("<think>")
         tokens = self._arrays.tokens()[self._starts[-1] :]
         tokens.flags.writeable = False
         return tokens

@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from streamrl_queue.errors import ConfigError, TemplateError
 
+from .formats import AUTO, FORMATS
+from .formats import tool_format as format_named
+from .parsing import ToolFormat
+
 if TYPE_CHECKING:
     import jinja2
     from tokenizers import Tokenizer
@@ -32,10 +36,11 @@ _CONSTANTS: Final = frozenset({"tools", "raise_exception", *_SPECIAL})
 
 
 class ChatTemplate:
-    """A tokenizer with its chat template and the ids that end a turn.
+    """A tokenizer with its chat template, the ids that end a turn, and the form of the model's tool calls.
 
     `local` is True when the template provably renders each message by itself: then a long history need not be
-    rendered again to know what a further message adds.
+    rendered again to know what a further message adds. `tool_format` is None when it was to be read off the template
+    (`auto`) and the template shows none.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class ChatTemplate:
         *,
         stop_ids: Sequence[int],
         variables: Mapping[str, str] | None = None,
+        tool_format: str = AUTO,
     ) -> None:
         if not stop_ids:
             raise ConfigError("stop_ids: expected at least one id that ends a turn, got none")
@@ -53,6 +59,7 @@ class ChatTemplate:
         self.source = source
         self.stop_ids = tuple(stop_ids)
         self.local = _is_local(environment, source)
+        self.tool_format = format_named(tool_format, source)
         self._variables = dict(variables or {})
         self._compiled = environment.from_string(source)
 
@@ -61,11 +68,11 @@ class ChatTemplate:
         return f"<ChatTemplate {self.tokenizer.get_vocab_size()} ids, stops {self.stop_ids}, {kind}>"
 
     @classmethod
-    def load(cls, model_dir: Path | str) -> ChatTemplate:
+    def load(cls, model_dir: Path | str, *, tool_format: str = AUTO) -> ChatTemplate:
         """Read the files of a Hugging Face model directory: tokenizer, template, ids that end a turn.
 
         Raises:
-            ConfigError: naming the file that is missing or what it lacks.
+            ConfigError: naming the file that is missing or what it lacks, or an unknown `tool_format`.
         """
         from tokenizers import Tokenizer
 
@@ -80,7 +87,7 @@ class ChatTemplate:
             raise ConfigError(
                 f"{folder}: expected eos_token_id in generation_config.json or eos_token in tokenizer_config.json"
             )
-        return cls(tokenizer, _source(folder, settings), stop_ids=stops, variables=variables)
+        return cls(tokenizer, _source(folder, settings), stop_ids=stops, variables=variables, tool_format=tool_format)
 
     @cached_property
     def longest_token(self) -> int:
@@ -106,6 +113,19 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError) as error:
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise TemplateError(f"the chat template refuses messages of roles [{roles}]: {error}") from error
+
+    def needed_tool_format(self, name: str) -> ToolFormat:
+        """The form of tool calls, for the agent of that name, which calls tools.
+
+        Raises:
+            ConfigError: when it is not known.
+        """
+        if self.tool_format is None:
+            raise ConfigError(
+                f"tool_format: {name} has tools, but the chat template does not show how the model writes a call; "
+                f"set tool_format to one of {', '.join(FORMATS)}"
+            )
+        return self.tool_format
 
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text. Nothing is added: the template has written every special token itself."""
