@@ -78,7 +78,7 @@ async def _play(agent: Agent, template: ChatTemplate, rng: random.Random, sloppy
 
 
 def _scripted(agent: Agent, template: ChatTemplate, turns: Iterator[str | ToolCall]) -> GenerateFn:
-    end = template.stop_ids[0]
+    end = template.end_id
 
     async def generate(tokens: npt.NDArray[np.int32], max_tokens: int) -> _Turn:
         turn = next(turns, None)

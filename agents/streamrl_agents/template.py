@@ -94,6 +94,42 @@ class ChatTemplate:
         """Characters that one id can stand for at most; text longer than `n` times this needs more than `n` ids."""
         return max(map(len, self.tokenizer.get_vocab()))
 
+    @cached_property
+    def end_id(self) -> int:
+        """The id with which the template itself ends the model's turns, or the first of `stop_ids` if it writes none.
+
+        They differ where generation_config.json names the end of a document first, as for Llama 3 and Gemma.
+        """
+        text = "a turn"
+        try:
+            end = self.render([{"role": "user", "content": "go"}, {"role": "assistant", "content": text}])
+        except TemplateError:
+            return self.stop_ids[0]
+        behind = end.rpartition(text)[2].lstrip()
+        return next((i for i in self.stop_ids if behind.startswith(self.decode([i]))), self.stop_ids[0])
+
+    @cached_property
+    def _end(self) -> str:
+        return self.decode([self.end_id])
+
+    @cached_property
+    def structured_calls(self) -> bool:
+        """Whether the template wants a turn that calls tools as `tool_calls`, and refuses it as the text it was."""
+        call = structured("000000001", "f", {})
+        user, done = {"role": "user", "content": "go"}, {"role": "assistant", "content": "done"}
+        answer = {"role": "tool", "content": "x", "tool_call_id": call["id"]}
+        as_text, as_call = {"role": "assistant", "content": "f()"}, {"role": "assistant", "tool_calls": [call]}
+        return not self._accepts([user, as_text, answer, done, user]) and self._accepts(
+            [user, {"content": "", **as_call}, answer, done, user]
+        )
+
+    def _accepts(self, messages: Sequence[MessageDict]) -> bool:
+        try:
+            self.render(messages, generate=True)
+        except TemplateError:
+            return False
+        return True
+
     def render(self, messages: Sequence[MessageDict], tools: Sequence[ToolSchema] = (), generate: bool = False) -> str:
         """The text of a conversation; with `generate`, up to where the model's next turn begins.
 
@@ -135,10 +171,23 @@ class ChatTemplate:
             ids = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
+    def encode_behind(self, text: str) -> list[int]:
+        """The ids of text that stands behind the end of a turn.
+
+        Many tokenizers put a space before the beginning of a text, which this is not.
+        """
+        ids = self.encode(self._end + text)
+        return ids[1:] if ids[:1] == [self.end_id] else self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
+
+
+def structured(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call as chat templates read it in an assistant's `tool_calls`."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
 def _environment() -> jinja2.Environment:

@@ -127,7 +127,7 @@ class Script:
         self.prompts.append(tokens.tolist())
         text = self.texts.pop(0)
         cut = isinstance(text, Cut)
-        ids = self.template.encode(text) + ([] if cut else [self.template.stop_ids[0]])
+        ids = self.template.encode(text) + ([] if cut else [self.template.end_id])
         cut = cut or len(ids) > max_tokens
         ids = ids[:max_tokens]
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32) / 100
