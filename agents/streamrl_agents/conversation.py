@@ -155,7 +155,7 @@ class Conversation:
         self._arrays.append(new, 0, np.full(len(new), np.nan, np.float32))
         self._anchor(rendered)
         self.added_characters = 0
-        self.thinking = rendered.rstrip().endswith("<think>")
+        self.thinking = rendered[-32:].rstrip().endswith("<think>")
         tokens = self._arrays.tokens()[self._starts[-1] :]
         tokens.flags.writeable = False
         return tokens

@@ -30,6 +30,9 @@ ToolSchema = dict[str, Any]  # OpenAI style: {"type": "function", "function": {â
 # loop then encodes in a worker thread, and heartbeats and everything else go on meanwhile.
 LONG_CHARACTERS: Final = 10_000
 
+# Beside chat_template.jinja, a folder with those that have another name.
+MORE_TEMPLATES: Final = "additional_chat_templates"
+
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 # What a loop's body may mention beside its own message and still depend on nothing before or after it.
 _CONSTANTS: Final = frozenset({"tools", "raise_exception", *_SPECIAL})
@@ -68,8 +71,10 @@ class ChatTemplate:
         return f"<ChatTemplate {self.tokenizer.get_vocab_size()} ids, stops {self.stop_ids}, {kind}>"
 
     @classmethod
-    def load(cls, model_dir: Path | str, *, tool_format: str = AUTO) -> ChatTemplate:
+    def load(cls, model_dir: Path | str, *, tool_format: str = AUTO, tools: bool = False) -> ChatTemplate:
         """Read the files of a Hugging Face model directory: tokenizer, template, ids that end a turn.
+
+        A model may have a template of its own for agents with `tools`, named tool_use.
 
         Raises:
             ConfigError: naming the file that is missing or what it lacks, or an unknown `tool_format`.
@@ -87,7 +92,8 @@ class ChatTemplate:
             raise ConfigError(
                 f"{folder}: expected eos_token_id in generation_config.json or eos_token in tokenizer_config.json"
             )
-        return cls(tokenizer, _source(folder, settings), stop_ids=stops, variables=variables, tool_format=tool_format)
+        source = _source(folder, settings, tools)
+        return cls(tokenizer, source, stop_ids=stops, variables=variables, tool_format=tool_format)
 
     @cached_property
     def longest_token(self) -> int:
@@ -115,13 +121,18 @@ class ChatTemplate:
     @cached_property
     def structured_calls(self) -> bool:
         """Whether the template wants a turn that calls tools as `tool_calls`, and refuses it as the text it was."""
-        call = structured("000000001", "f", {})
-        user, done = {"role": "user", "content": "go"}, {"role": "assistant", "content": "done"}
-        answer = {"role": "tool", "content": "x", "tool_call_id": call["id"]}
-        as_text, as_call = {"role": "assistant", "content": "f()"}, {"role": "assistant", "tool_calls": [call]}
-        return not self._accepts([user, as_text, answer, done, user]) and self._accepts(
-            [user, {"content": "", **as_call}, answer, done, user]
-        )
+        return not self._takes_text and self._takes_calls_as(_CALL)
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        return self._takes_calls_as({"content": "f()"})
+
+    def _takes_calls_as(self, call: MessageDict) -> bool:
+        """Whether the conversation can go on behind a turn of this form and the tool's answer to it."""
+        system, user = {"role": "system", "content": "be"}, {"role": "user", "content": "go"}
+        answer = {"role": "tool", "content": "x", "tool_call_id": _CALL_ID}
+        turns = [user, {"role": "assistant", **call}, answer, {"role": "assistant", "content": "done"}, user]
+        return self._accepts(turns) or self._accepts([system, *turns])
 
     def _accepts(self, messages: Sequence[MessageDict]) -> bool:
         try:
@@ -154,12 +165,17 @@ class ChatTemplate:
         """The form of tool calls, for the agent of that name, which calls tools.
 
         Raises:
-            ConfigError: when it is not known.
+            ConfigError: when it is not known, or the template has no place for the tools' answers.
         """
         if self.tool_format is None:
             raise ConfigError(
                 f"tool_format: {name} has tools, but the chat template does not show how the model writes a call; "
                 f"set tool_format to one of {', '.join(FORMATS)}"
+            )
+        if not (self._takes_text or self.structured_calls):
+            raise ConfigError(
+                f"model.path: {name} has tools, but the chat template refuses their answers (messages of role tool); "
+                "use a model whose template takes them, or write a chat_template.jinja for it that does"
             )
         return self.tool_format
 
@@ -188,6 +204,10 @@ class ChatTemplate:
 def structured(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """A tool call as chat templates read it in an assistant's `tool_calls`."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+_CALL_ID: Final = "000000001"
+_CALL: Final = {"content": "", "tool_calls": [structured(_CALL_ID, "f", {})]}
 
 
 def _environment() -> jinja2.Environment:
@@ -286,15 +306,18 @@ def _stop_ids(tokenizer: Tokenizer, generation: dict[str, Any], variables: dict[
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 
-def _source(folder: Path, settings: dict[str, Any]) -> str:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text("utf-8")
+def _source(folder: Path, settings: dict[str, Any], tools: bool) -> str:
     declared = settings.get("chat_template")
     if isinstance(declared, list):  # several named ones: the layout of some tool-calling models
-        declared = {entry["name"]: entry["template"] for entry in declared}.get("default")
-    if not isinstance(declared, str):
-        raise ConfigError(
-            f"{folder}: expected chat_template.jinja, or chat_template in tokenizer_config.json; found neither"
-        )
-    return declared
+        sources: dict[str, str] = {entry["name"]: entry["template"] for entry in declared}
+    else:
+        sources = {"default": declared} if isinstance(declared, str) else {}
+    if (file := folder / "chat_template.jinja").is_file():
+        others = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+        sources = {"default": file.read_text("utf-8")} | {other.stem: other.read_text("utf-8") for other in others}
+    for name in ["tool_use"] * tools + ["default"]:
+        if name in sources:
+            return sources[name]
+    raise ConfigError(
+        f"{folder}: expected chat_template.jinja, or chat_template in tokenizer_config.json; found neither"
+    )

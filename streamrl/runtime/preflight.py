@@ -54,7 +54,8 @@ def check_inputs(config: RunConfig, run: RunDirectory) -> None:
     if isinstance(config.model, HFModel) and not (run.base / "config.json").exists():
         model_weights(Path(config.model.path))
         with _field("model.path"):
-            template = ChatTemplate.load(config.model.path, tool_format=config.tool_format)
+            form, tools = config.tool_format, bool(agent.tools)
+            template = ChatTemplate.load(config.model.path, tool_format=form, tools=tools)
         if agent.tools:
             template.needed_tool_format(agent.name)
 

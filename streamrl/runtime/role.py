@@ -149,7 +149,7 @@ def producer(context: Context) -> None:
     from streamrl_producers.producer import run_producer
 
     agent = load_agent(context.config.env)
-    template = ChatTemplate.load(context.run.base, tool_format=context.config.tool_format)
+    template = ChatTemplate.load(context.run.base, tool_format=context.config.tool_format, tools=bool(agent.tools))
 
     async def body() -> None:
         async with context.connect() as queue:
@@ -222,7 +222,8 @@ def _demonstrations(context: Context) -> Callable[[random.Random, bool], Any] | 
     agent = load_agent(context.config.env)
     if agent.demonstrate is None:
         return None
-    return partial(play, agent, ChatTemplate.load(context.run.base, tool_format=context.config.tool_format))
+    form = context.config.tool_format
+    return partial(play, agent, ChatTemplate.load(context.run.base, tool_format=form, tools=bool(agent.tools)))
 
 
 def _write_line(file: BinaryIO, entry: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from streamrl_agents.demonstrations import play_many
 from streamrl_agents.formats import FORMATS
 from streamrl_agents.parsing import ToolCall
 from streamrl_agents.template import ChatTemplate
-from streamrl_queue.errors import TemplateError
+from streamrl_queue.errors import ConfigError, TemplateError
 from streamrl_queue.schema import Segment, Span, Trajectory
 
 USER = {"role": "user", "content": "hello"}
@@ -343,6 +343,11 @@ def test_a_call_that_was_not_understood_is_answered_where_the_template_wants_cal
     last = template.decode(trajectory.tokens[trajectory.segments[-1].start :].tolist())
     assert last.count("[TOOL_RESULTS]") == 3
     assert "tool call not understood" in last
+
+
+def test_a_template_without_a_role_for_tools_is_refused_before_anything_is_played() -> None:
+    with pytest.raises(ConfigError, match="Lookup has tools, but the chat template refuses their answers"):
+        play(lookup(), task=TASK, template=family_template("gemma", "json"))
 
 
 def test_a_template_without_a_role_for_tools_refuses_their_answers_by_name() -> None:

@@ -84,3 +84,13 @@ def test_the_template_of_a_family_renders_as_transformers_does(name: str, tmp_pa
             ids = theirs.apply_chat_template(messages, return_dict=False, **options)
             assert ours.encode(text) == loaded.encode(text) == ids
     assert (loaded.stop_ids, loaded.end_id) == (ours.stop_ids, ours.end_id)
+
+
+def test_an_agent_with_tools_gets_the_template_that_transformers_takes(tmp_path: Path) -> None:
+    write_model_files(tmp_path, build_tokenizer(lookup(), []))
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(CHATML)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    for tools in ([], lookup().tools):
+        ours = ChatTemplate.load(tmp_path, tools=bool(tools))
+        assert ours.render(MESSAGES, tools) == theirs.apply_chat_template(MESSAGES, tokenize=False, tools=tools or None)
