@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 from streamrl_agents.agent import Agent
+from streamrl_agents.template import MORE_TEMPLATES
 from streamrl_agents.vocabulary import END, PAD, build_tokenizer, write_model_files
 from streamrl_learners.config import HFModel
 from streamrl_learners.tiny import config_json
@@ -64,5 +65,7 @@ def copy_model(source: Path, base: Path) -> None:
     for file in source.iterdir():
         if file.suffix in (".json", ".jinja", ".txt", ".model"):
             shutil.copyfile(file, base / file.name)
+    if (source / MORE_TEMPLATES).is_dir():
+        shutil.copytree(source / MORE_TEMPLATES, base / MORE_TEMPLATES, dirs_exist_ok=True)
     for file in weights:
         (base / file.name).symlink_to(file.resolve())

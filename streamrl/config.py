@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from streamrl_agents.config import RewardConfig
+from streamrl_agents.config import RewardConfig, ToolFormatName
 from streamrl_learners.config import AlgorithmConfig, LearnerConfig, ModelConfig, PPOClip, TinyModel, problems
 from streamrl_producers.config import EmbeddedEngine, RolloutConfig
 from streamrl_queue.bounds import COUNT, PROCESSES, SECONDS, Range, check_bounds
@@ -89,6 +89,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     env: str
     """The environment: `module:Name` or `path/to/file.py:Name`, a class whose public methods are tools or an async
     function."""
+    tool_format: ToolFormatName = "auto"
+    """How the model writes tool calls: `hermes` (Qwen too), `llama3_json`, `pythonic`, `mistral`, `deepseek`, or `json`
+    without any marks. `auto` reads it off the chat template."""
     producers: int = 1
     """Processes that play episodes."""
     scorers: int = 1

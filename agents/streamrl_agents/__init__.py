@@ -2,7 +2,8 @@
 
 agent.py           load_agent: a class whose public methods are tools, or a function that drives a chat
 tools.py           methods -> JSON schemas, checked arguments, results as text
-parsing.py         the model's text -> tool calls
+parsing.py         the model's text -> tool calls, piece by piece
+formats.py         how families of models write their calls: hermes, llama3_json, pythonic, mistral, deepseek, json
 template.py        messages -> text -> ids, as the model's own chat template says
 conversation.py    token exactness: what was sampled is never encoded again
 chat.py            one turn after another, within limits

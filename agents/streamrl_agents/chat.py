@@ -52,10 +52,10 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Chat:
-    """The conversation of one episode, as an agent sees it."""
+    """The conversation of one episode, as an agent sees it. Without a `tool_format` every turn is an answer."""
 
     def __init__(
-        self, conversation: Conversation, generate: GenerateFn, *, limits: Limits, tool_format: ToolFormat
+        self, conversation: Conversation, generate: GenerateFn, *, limits: Limits, tool_format: ToolFormat | None
     ) -> None:
         self.status = "completed"
         self.error: str | None = None
@@ -69,7 +69,6 @@ class Chat:
         self._conversation = conversation
         self._generate = generate
         self._format = tool_format
-        self._answers_due = 0
 
     def __repr__(self) -> str:
         return f"<Chat {self.status}, {self._conversation!r}>"
@@ -91,7 +90,9 @@ class Chat:
         Raises:
             LimitReached: when the episode has no turn, token or time left.
         """
-        return await self._turn([{"role": "user", "content": text}] if isinstance(text, str) else text)
+        self._check_turns()
+        self._conversation.add(*([{"role": "user", "content": text}] if isinstance(text, str) else text))
+        return await self._turn()
 
     async def tool_results(self, results: Sequence[str]) -> Message:
         """Send the results of the last turn's tool calls, one for each and in their order; get the model's turn.
@@ -102,9 +103,9 @@ class Chat:
             ValueError: when their number differs.
             LimitReached: as `say`.
         """
-        if len(results) != self._answers_due:
-            raise ValueError(f"results: expected {self._answers_due}, one for each tool call, got {len(results)}")
-        return await self._turn([{"role": "tool", "content": self._end_of(text)} for text in results])
+        self._check_turns()
+        self._conversation.answer([self._end_of(text) for text in results])
+        return await self._turn()
 
     async def run_tools(
         self, calls: Sequence[ToolCall], tools: Toolbox, caller: Caller, environment: object = None
@@ -133,22 +134,24 @@ class Chat:
         return result.text
 
     def _end_of(self, text: str) -> str:
-        """A tool's text, or the end of it where it is too long: what stands last there is the result or the reason."""
+        """A tool's text, or the end of it where it is too long: what stands last there is the result or the reason.
+
+        Half a character (a lone surrogate, as names of files may have them) becomes `?`: no tokenizer takes one.
+        """
+        text = text.encode("utf-8", "replace").decode()
         excess = len(text) - self.limits.max_tool_characters
         if excess <= 0:
             return text
         self.tool_texts_cut += 1
         return f"[{excess} characters cut]{text[excess:]}"
 
-    async def _turn(self, messages: Sequence[Mapping[str, Any]]) -> Message:
-        self._check_turns()
-        self._conversation.add(*messages)
+    async def _turn(self) -> Message:
         text, reason = await self._sample(await self._prompt())
         if reason != "stop":
             self.status = "truncated_length" if reason == "length" else "aborted"
             return Message(text, (), reason)
-        calls = self._format.parse(text)
-        self._answers_due = len(calls)
+        calls = self._format.parse(text, thinking=self._conversation.thinking) if self._format else ()
+        self._conversation.call(calls)
         return Message(text, calls, reason)
 
     def _check_turns(self) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
 from streamrl_queue.bounds import COUNT, SECONDS, check_bounds
 from streamrl_queue.errors import ConfigError
 
+# How a model writes tool calls; `auto`: as its chat template shows it. See formats.py.
+ToolFormatName = Literal["auto", "hermes", "llama3_json", "pythonic", "mistral", "deepseek", "json"]
 # Of one part of the reward; a reward itself is at most so large.
 MOST_WEIGHT: Final = 1_000_000
 

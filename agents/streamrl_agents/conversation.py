@@ -11,6 +11,10 @@ nobody sampled). If it differs only in white space that the template trimmed fro
 stay. If it differs otherwise, the template has rewritten history: a new segment opens with the whole
 conversation as its prompt, and the tokens before keep their mask.
 
+A turn that calls tools stays the text that was sampled, unless the template refuses that and wants the calls by
+themselves (`ChatTemplate.structured_calls`); then the template writes them as it likes, and where that is not what was
+sampled, history is rewritten.
+
 A template that is `local` (see template.py) is asked only for what came after the last prompt.
 """
 
@@ -26,7 +30,8 @@ import numpy.typing as npt
 from streamrl_queue.errors import LimitReached, SchemaError, TemplateError
 from streamrl_queue.schema import Segment, Span, Trajectory
 
-from .template import ChatTemplate, MessageDict, ToolSchema
+from .parsing import ToolCall
+from .template import ChatTemplate, MessageDict, ToolSchema, structured
 
 
 class _Arrays:
@@ -73,12 +78,15 @@ class Conversation:
         self.turns = 0
         self.tokens_sampled = 0
         self.added_characters = 0  # of messages that are not tokens yet
+        self.thinking = False  # whether the last prompt opened a thought, which the turn then continues
         self._template = template
         self._tools = tools
         self._rewrites = rewrites
         self._arrays = _Arrays()
         self._spans: list[Span] = []
         self._starts: list[int] = []  # of the segments
+        self._called = 0  # tool calls so far
+        self._calls: list[str] = []  # ids of those of the last turn
         self._first = 0  # the message from which on the template is asked
         self._skip = 0  # characters of a local template's head
         self._opening: str | None = None  # what a local template writes where the model's turn begins
@@ -105,6 +113,25 @@ class Conversation:
         self.messages.extend(dict(message) for message in messages)
         self.added_characters += sum(len(str(message.get("content") or "")) for message in messages)
 
+    def call(self, calls: Sequence[ToolCall]) -> None:
+        """The turn that was sampled last calls tools. A call that was not understood is recorded without arguments."""
+        self._calls = [f"{self._called + i:09d}" for i in range(len(calls))]
+        self._called += len(calls)
+        if calls and self._template.structured_calls:
+            pairs = zip(self._calls, calls, strict=True)
+            self.messages[-1]["tool_calls"] = [structured(i, call.name, call.arguments) for i, call in pairs]
+
+    def answer(self, results: Sequence[str]) -> None:
+        """Add the tools' answers to the calls of the last turn, one for each and in their order.
+
+        Raises:
+            ValueError: when their number differs.
+        """
+        if len(results) != len(self._calls):
+            raise ValueError(f"results: expected {len(self._calls)}, one for each tool call, got {len(results)}")
+        ids = [{"tool_call_id": i} if self._template.structured_calls else {} for i in self._calls]
+        self.add(*({"role": "tool", "content": text} | known for text, known in zip(results, ids, strict=True)))
+
     def prompt(self, at_most: int | None = None) -> npt.NDArray[np.int32]:
         """Record what is new and return the ids of the current segment, `[tokens]`, read-only.
 
@@ -120,13 +147,15 @@ class Conversation:
             self._refuse_if_asked(rendered)
             rendered = self._render(0, 0)
         self._check_characters(len(rendered) - (known or 0), at_most)
-        new = np.asarray(self._template.encode(rendered[known or 0 :]), np.int32)
+        encode = self._template.encode_behind if known else self._template.encode
+        new = np.asarray(encode(rendered[known or 0 :]), np.int32)
         self._check_length(len(new), at_most)
         if fork or not self._starts:
             self._starts.append(len(self))
         self._arrays.append(new, 0, np.full(len(new), np.nan, np.float32))
         self._anchor(rendered)
         self.added_characters = 0
+        self.thinking = rendered[-32:].rstrip().endswith("<think>")
         tokens = self._arrays.tokens()[self._starts[-1] :]
         tokens.flags.writeable = False
         return tokens
@@ -180,7 +209,13 @@ class Conversation:
         )
 
     def _render(self, first: int, skip: int) -> str:
-        return self._template.render(self.messages[first:], self._tools, generate=True)[skip:]
+        return self._template.render(self._view(self.messages[first:]), self._tools, generate=True)[skip:]
+
+    def _view(self, messages: Sequence[MessageDict]) -> Sequence[MessageDict]:
+        """What the template is shown: a turn with `tool_calls` says nothing else."""
+        if not self._template.structured_calls:
+            return messages
+        return [m | {"content": ""} if "tool_calls" in m else m for m in map(dict, messages)]
 
     def _known(self, rendered: str) -> int | None:
         """How many characters of `rendered` the segment holds already; None when history was rewritten."""
@@ -202,7 +237,7 @@ class Conversation:
     def _rewritten(self, rendered: str) -> int:
         """The message, counted from `_first`, in which `rendered` first differs from what the segment holds."""
         differs = next((i for i, (a, b) in enumerate(zip(self._text, rendered, strict=False)) if a != b), len(rendered))
-        window = self.messages[self._first :]
+        window = self._view(self.messages[self._first :])
         for i in range(len(window)):
             prefix = self._template.render(window[: i + 1], self._tools)[self._skip :]
             if len(prefix) > differs:

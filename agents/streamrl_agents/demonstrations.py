@@ -23,7 +23,7 @@ from .agent import Agent
 from .chat import Chat, GenerateFn
 from .config import Limits
 from .conversation import Conversation
-from .parsing import ToolCall, ToolFormat, tool_format
+from .parsing import ToolCall
 from .template import ChatTemplate
 
 Demonstration = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
@@ -68,22 +68,23 @@ async def _play(agent: Agent, template: ChatTemplate, rng: random.Random, sloppy
     if agent.demonstrate is None:
         raise ConfigError(f"{agent.name}: a warm start needs demonstrate(task, rng, sloppy), which yields the turns")
     task = agent.sample_task(rng)
-    form = tool_format("hermes")
-    generate = _scripted(agent, template, agent.demonstrate(task, rng, sloppy), form)
+    if agent.tools:
+        template.needed_tool_format(agent.name)
+    generate = _scripted(agent, template, agent.demonstrate(task, rng, sloppy))
     conversation = Conversation(template, agent.tools, rewrites="refuse")
-    await agent.play(task, Chat(conversation, generate, limits=SCRIPT_LIMITS, tool_format=form))
+    await agent.play(task, Chat(conversation, generate, limits=SCRIPT_LIMITS, tool_format=template.tool_format))
     trajectory = conversation.trajectory(status="completed", sampling={})
     return trajectory.tokens, trajectory.mask
 
 
-def _scripted(agent: Agent, template: ChatTemplate, turns: Iterator[str | ToolCall], form: ToolFormat) -> GenerateFn:
-    end = template.stop_ids[0]
+def _scripted(agent: Agent, template: ChatTemplate, turns: Iterator[str | ToolCall]) -> GenerateFn:
+    end = template.end_id
 
     async def generate(tokens: npt.NDArray[np.int32], max_tokens: int) -> _Turn:
         turn = next(turns, None)
         if turn is None:
             raise EnvironmentFailed(f"{agent.name}: demonstrate() ended although the last turn called a tool")
-        text = turn if isinstance(turn, str) else form.render(turn)
+        text = turn if isinstance(turn, str) else template.needed_tool_format(agent.name).render(turn)
         ids = np.asarray([*template.encode(text), end], np.int32)
         return _Turn(ids, np.zeros(len(ids), np.float32))
 

@@ -20,7 +20,6 @@ from .agent import Agent, Outcome
 from .chat import Chat, GenerateFn
 from .config import Limits
 from .conversation import Conversation
-from .parsing import tool_format as format_named
 from .rewards import checked
 from .template import ChatTemplate
 
@@ -38,7 +37,6 @@ async def run_episode(
     template: ChatTemplate,
     limits: Limits,
     sampling: Mapping[str, float],
-    tool_format: str = "hermes",
 ) -> Trajectory:
     """Play one task.
 
@@ -47,11 +45,13 @@ async def run_episode(
     raised ends no episode; `error` tells the last of these where nothing worse happened.
 
     Raises:
-        ConfigError: for an unknown `tool_format`.
+        ConfigError: when the agent has tools and nobody knows how the model calls them.
         Exception: whatever `generate` raised.
     """
+    if agent.tools:
+        template.needed_tool_format(agent.name)
     conversation = Conversation(template, agent.tools)
-    chat = Chat(conversation, generate, limits=limits, tool_format=format_named(tool_format))
+    chat = Chat(conversation, generate, limits=limits, tool_format=template.tool_format)
     outcome = await _play(agent, task, chat)
     return conversation.trajectory(
         status=chat.status,

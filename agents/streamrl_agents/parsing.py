@@ -1,18 +1,23 @@
 """The model's text -> tool calls. A call that cannot be understood stays a call, with the error as its answer.
 
-Formats are kept in a registry by name, because the format belongs to the model and not to the environment.
+Each format (formats.py) scans a turn from left to right and says only what no further text could change. So a turn
+that comes piece by piece gives the same calls wherever it is cut, each as soon as it is certain.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, Final, NoReturn
 
 import msgspec
 
-from streamrl_queue.errors import ConfigError
+_SPACE: Final = re.compile(r"\s*")
+_THOUGHT: Final = "<think>"
+_THOUGHT_ENDS: Final = "</think>"
+# No literal of JSON and no mark of a format is longer: what stands so far before the end of a text is no part of one.
+LOOKAHEAD: Final = 32
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -23,63 +28,82 @@ class ToolCall(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-class ToolFormat(Protocol):
+Scanned = tuple[list[ToolCall], int]
+
+
+class ToolFormat(ABC):
     """How a family of models writes its tool calls."""
 
-    def parse(self, text: str) -> tuple[ToolCall, ...]:
-        """The calls in one complete turn, in order; none when the turn is an answer."""
-        ...
+    def parse(self, text: str, *, thinking: bool = False) -> tuple[ToolCall, ...]:
+        """The calls in one complete turn, in order; none when the turn is an answer. `thinking` as in `CallStream`."""
+        stream = CallStream(self, thinking=thinking)
+        return (*stream.feed(text), *stream.close())
 
-    def render(self, call: ToolCall) -> str:
-        """The text that a model of this family would write for `call`."""
-        ...
+    @abstractmethod
+    def render(self, *calls: ToolCall) -> str:
+        """The text that a model of this family would write for `calls`, all in one turn."""
 
+    @abstractmethod
+    def scan(self, text: str, position: int, complete: bool) -> Scanned | None:
+        """The next calls in `text` from `position` on, and where to read on.
 
-class _Body(msgspec.Struct):
-    name: str
-    arguments: dict[str, Any] = {}
-
-
-_OPEN: Final = "<tool_call>"
-_CLOSE: Final = "</tool_call>"
-_SPACE: Final = re.compile(r"\s*")
-_DECODER: Final = json.JSONDecoder()
+        None when there are none yet. Unless the text is `complete`, more may follow: then only that is told which
+        holds whatever follows.
+        """
 
 
-class HermesFormat:
-    """`<tool_call>{"name": "get", "arguments": {"key": "ab"}}</tool_call>`, any number of them in a turn.
+class CallStream:
+    """Reads the calls of one turn that comes in pieces.
 
-    Also understood: several objects in one block, and white space around them. The JSON is read from the
-    opening tag on, so that a closing tag inside a string does not end the call.
+    What a turn thinks (`<think>…</think>` at its beginning) is no call. `thinking` says that the prompt has opened
+    the thought already, as the templates of some reasoning models do.
     """
 
-    def parse(self, text: str) -> tuple[ToolCall, ...]:
+    def __init__(self, form: ToolFormat, *, thinking: bool = False) -> None:
+        self._form = form
+        self._text = ""
+        self._thinking = thinking
+        self._position: int | None = None  # None while the thought lasts
+
+    def __repr__(self) -> str:
+        return f"<CallStream {type(self._form).__name__}, {len(self._text)} characters>"
+
+    def feed(self, piece: str) -> tuple[ToolCall, ...]:
+        """The calls that are certain now and were not before."""
+        self._text += piece
+        return self._read(complete=False)
+
+    def close(self) -> tuple[ToolCall, ...]:
+        """The turn has ended: the calls that remain."""
+        return self._read(complete=True)
+
+    def _read(self, complete: bool) -> tuple[ToolCall, ...]:
+        if self._position is None:
+            self._position = self._end_of_thought(complete)
         calls: list[ToolCall] = []
-        position = text.find(_OPEN)
-        while position >= 0:
-            found, position = _block(text, position + len(_OPEN))
-            calls += found
-            position = text.find(_OPEN, position)
+        while self._position is not None:
+            scanned = self._form.scan(self._text, self._position, complete)
+            if scanned is None:
+                break
+            calls += scanned[0]
+            self._position = scanned[1]
         return tuple(calls)
 
-    def render(self, call: ToolCall) -> str:
-        body = {"name": call.name, "arguments": call.arguments}
-        return f"{_OPEN}{json.dumps(body, ensure_ascii=False)}{_CLOSE}"
+    def _end_of_thought(self, complete: bool) -> int | None:
+        beginning = self._text.lstrip()[: len(_THOUGHT)]
+        if self._thinking or beginning == _THOUGHT:
+            end = self._text.find(_THOUGHT_ENDS)
+            return None if end < 0 else end + len(_THOUGHT_ENDS)
+        return None if _THOUGHT.startswith(beginning) and not complete else 0
 
 
-FORMATS: Final[Mapping[str, ToolFormat]] = {"hermes": HermesFormat()}
+class Malformed(Exception):
+    """Text that is meant as a call and is none. Its message is for the model."""
 
 
-def tool_format(name: str) -> ToolFormat:
-    """The format of that name.
-
-    Raises:
-        ConfigError: when there is none.
-    """
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise ConfigError(f"tool_format: expected one of {', '.join(FORMATS)}, got {name!r}") from None
+def malformed(reason: object) -> ToolCall:
+    """The call that stands for text which could not be understood."""
+    return ToolCall("", error=f"error: tool call not understood: {reason}")
 
 
 def plain(error: msgspec.ValidationError) -> str:
@@ -88,43 +112,57 @@ def plain(error: msgspec.ValidationError) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _block(text: str, position: int) -> tuple[list[ToolCall], int]:
-    """The calls between an opening tag, which ends at `position`, and its closing tag; and where to read on."""
-    calls: list[ToolCall] = []
-    while True:
-        position = _end_of_space(text, position)
-        if text.startswith(_CLOSE, position):
-            calls = calls or [_malformed(f"nothing between {_OPEN} and {_CLOSE}")]
-            return calls, position + len(_CLOSE)
-        if position == len(text) or text.startswith(_OPEN, position):  # nobody knows whether it was all said
-            return [_malformed(f"{_CLOSE} is missing")], position
-        try:
-            value, position = _DECODER.raw_decode(text, position)
-        except (ValueError, RecursionError) as error:
-            return [*calls, _malformed(f"not valid JSON: {error}")], _next_tag(text, position)
-        calls.append(_call(value))
+def end_of_space(text: str, position: int) -> int:
+    """The next position that is no white space, or the end."""
+    space = _SPACE.match(text, position)
+    return space.end() if space else position
 
 
-def _call(value: object) -> ToolCall:
+class _Body(msgspec.Struct):
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+def call_of(value: object) -> ToolCall:
+    """The call that a decoded `{"name": …, "arguments": {…}}` describes, or a malformed one."""
     try:
         body = msgspec.convert(value, _Body)
     except msgspec.ValidationError as error:
-        return _malformed(plain(error))
+        return malformed(plain(error))
+    if not body.name:
+        return malformed("the name is empty")
+    try:
+        json.dumps([body.name, body.arguments], ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:  # no tokenizer, file or socket takes it
+        return malformed("a text has half a character (a lone surrogate)")
+    except ValueError:
+        return malformed("a number is not finite or has too many digits")
     return ToolCall(body.name, body.arguments)
 
 
-def _malformed(reason: str) -> ToolCall:
-    return ToolCall("", error=f"error: tool call not understood: {reason}")
+def decode(text: str, position: int, complete: bool) -> tuple[Any, int] | None:
+    """The JSON value at `position` and where it ends; None while more text could change either.
+
+    Raises:
+        Malformed: when it is not valid JSON, whatever follows.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, position)
+    except json.JSONDecodeError as error:
+        open_ended = error.msg.startswith("Unterminated") or error.pos + LOOKAHEAD > len(text)
+        if open_ended and not complete:
+            return None
+        raise Malformed(f"not valid JSON: {error}") from None
+    except RecursionError:
+        raise Malformed("not valid JSON: nested too deep") from None
+    except ValueError:
+        raise Malformed("not valid JSON: a number that is not finite or has too many digits") from None
+    certain = complete or isinstance(value, dict | list | str) or end + LOOKAHEAD <= len(text)
+    return (value, end) if certain else None
 
 
-def _end_of_space(text: str, position: int) -> int:
-    match = _SPACE.match(text, position)
-    return match.end() if match else position
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)
 
 
-def _next_tag(text: str, position: int) -> int:
-    """Behind a broken block: past its closing tag, or at the next opening one, whichever comes first."""
-    close, opening = text.find(_CLOSE, position), text.find(_OPEN, position)
-    if close >= 0 and not 0 <= opening < close:
-        return close + len(_CLOSE)
-    return opening if opening >= 0 else len(text)
+_DECODER: Final = json.JSONDecoder(parse_constant=_refuse)

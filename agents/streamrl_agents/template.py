@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from streamrl_queue.errors import ConfigError, TemplateError
 
+from .formats import AUTO, FORMATS
+from .formats import tool_format as format_named
+from .parsing import ToolFormat
+
 if TYPE_CHECKING:
     import jinja2
     from tokenizers import Tokenizer
@@ -26,16 +30,20 @@ ToolSchema = dict[str, Any]  # OpenAI style: {"type": "function", "function": {â
 # loop then encodes in a worker thread, and heartbeats and everything else go on meanwhile.
 LONG_CHARACTERS: Final = 10_000
 
+# Beside chat_template.jinja, a folder with those that have another name.
+MORE_TEMPLATES: Final = "additional_chat_templates"
+
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 # What a loop's body may mention beside its own message and still depend on nothing before or after it.
 _CONSTANTS: Final = frozenset({"tools", "raise_exception", *_SPECIAL})
 
 
 class ChatTemplate:
-    """A tokenizer with its chat template and the ids that end a turn.
+    """A tokenizer with its chat template, the ids that end a turn, and the form of the model's tool calls.
 
     `local` is True when the template provably renders each message by itself: then a long history need not be
-    rendered again to know what a further message adds.
+    rendered again to know what a further message adds. `tool_format` is None when it was to be read off the template
+    (`auto`) and the template shows none.
     """
 
     def __init__(
@@ -45,6 +53,7 @@ class ChatTemplate:
         *,
         stop_ids: Sequence[int],
         variables: Mapping[str, str] | None = None,
+        tool_format: str = AUTO,
     ) -> None:
         if not stop_ids:
             raise ConfigError("stop_ids: expected at least one id that ends a turn, got none")
@@ -53,6 +62,7 @@ class ChatTemplate:
         self.source = source
         self.stop_ids = tuple(stop_ids)
         self.local = _is_local(environment, source)
+        self.tool_format = format_named(tool_format, source)
         self._variables = dict(variables or {})
         self._compiled = environment.from_string(source)
 
@@ -61,11 +71,13 @@ class ChatTemplate:
         return f"<ChatTemplate {self.tokenizer.get_vocab_size()} ids, stops {self.stop_ids}, {kind}>"
 
     @classmethod
-    def load(cls, model_dir: Path | str) -> ChatTemplate:
+    def load(cls, model_dir: Path | str, *, tool_format: str = AUTO, tools: bool = False) -> ChatTemplate:
         """Read the files of a Hugging Face model directory: tokenizer, template, ids that end a turn.
 
+        A model may have a template of its own for agents with `tools`, named tool_use.
+
         Raises:
-            ConfigError: naming the file that is missing or what it lacks.
+            ConfigError: naming the file that is missing or what it lacks, or an unknown `tool_format`.
         """
         from tokenizers import Tokenizer
 
@@ -80,12 +92,54 @@ class ChatTemplate:
             raise ConfigError(
                 f"{folder}: expected eos_token_id in generation_config.json or eos_token in tokenizer_config.json"
             )
-        return cls(tokenizer, _source(folder, settings), stop_ids=stops, variables=variables)
+        source = _source(folder, settings, tools)
+        return cls(tokenizer, source, stop_ids=stops, variables=variables, tool_format=tool_format)
 
     @cached_property
     def longest_token(self) -> int:
         """Characters that one id can stand for at most; text longer than `n` times this needs more than `n` ids."""
         return max(map(len, self.tokenizer.get_vocab()))
+
+    @cached_property
+    def end_id(self) -> int:
+        """The id with which the template itself ends the model's turns, or the first of `stop_ids` if it writes none.
+
+        They differ where generation_config.json names the end of a document first, as for Llama 3 and Gemma.
+        """
+        text = "a turn"
+        try:
+            end = self.render([{"role": "user", "content": "go"}, {"role": "assistant", "content": text}])
+        except TemplateError:
+            return self.stop_ids[0]
+        behind = end.rpartition(text)[2].lstrip()
+        return next((i for i in self.stop_ids if behind.startswith(self.decode([i]))), self.stop_ids[0])
+
+    @cached_property
+    def _end(self) -> str:
+        return self.decode([self.end_id])
+
+    @cached_property
+    def structured_calls(self) -> bool:
+        """Whether the template wants a turn that calls tools as `tool_calls`, and refuses it as the text it was."""
+        return not self._takes_text and self._takes_calls_as(_CALL)
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        return self._takes_calls_as({"content": "f()"})
+
+    def _takes_calls_as(self, call: MessageDict) -> bool:
+        """Whether the conversation can go on behind a turn of this form and the tool's answer to it."""
+        system, user = {"role": "system", "content": "be"}, {"role": "user", "content": "go"}
+        answer = {"role": "tool", "content": "x", "tool_call_id": _CALL_ID}
+        turns = [user, {"role": "assistant", **call}, answer, {"role": "assistant", "content": "done"}, user]
+        return self._accepts(turns) or self._accepts([system, *turns])
+
+    def _accepts(self, messages: Sequence[MessageDict]) -> bool:
+        try:
+            self.render(messages, generate=True)
+        except TemplateError:
+            return False
+        return True
 
     def render(self, messages: Sequence[MessageDict], tools: Sequence[ToolSchema] = (), generate: bool = False) -> str:
         """The text of a conversation; with `generate`, up to where the model's next turn begins.
@@ -107,6 +161,24 @@ class ChatTemplate:
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise TemplateError(f"the chat template refuses messages of roles [{roles}]: {error}") from error
 
+    def needed_tool_format(self, name: str) -> ToolFormat:
+        """The form of tool calls, for the agent of that name, which calls tools.
+
+        Raises:
+            ConfigError: when it is not known, or the template has no place for the tools' answers.
+        """
+        if self.tool_format is None:
+            raise ConfigError(
+                f"tool_format: {name} has tools, but the chat template does not show how the model writes a call; "
+                f"set tool_format to one of {', '.join(FORMATS)}"
+            )
+        if not (self._takes_text or self.structured_calls):
+            raise ConfigError(
+                f"model.path: {name} has tools, but the chat template refuses their answers (messages of role tool); "
+                "use a model whose template takes them, or write a chat_template.jinja for it that does"
+            )
+        return self.tool_format
+
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text. Nothing is added: the template has written every special token itself."""
         if len(text) < LONG_CHARACTERS:
@@ -115,10 +187,27 @@ class ChatTemplate:
             ids = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
+    def encode_behind(self, text: str) -> list[int]:
+        """The ids of text that stands behind the end of a turn.
+
+        Many tokenizers put a space before the beginning of a text, which this is not.
+        """
+        ids = self.encode(self._end + text)
+        return ids[1:] if ids[:1] == [self.end_id] else self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
+
+
+def structured(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call as chat templates read it in an assistant's `tool_calls`."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+_CALL_ID: Final = "000000001"
+_CALL: Final = {"content": "", "tool_calls": [structured(_CALL_ID, "f", {})]}
 
 
 def _environment() -> jinja2.Environment:
@@ -217,15 +306,18 @@ def _stop_ids(tokenizer: Tokenizer, generation: dict[str, Any], variables: dict[
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 
-def _source(folder: Path, settings: dict[str, Any]) -> str:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text("utf-8")
+def _source(folder: Path, settings: dict[str, Any], tools: bool) -> str:
     declared = settings.get("chat_template")
     if isinstance(declared, list):  # several named ones: the layout of some tool-calling models
-        declared = {entry["name"]: entry["template"] for entry in declared}.get("default")
-    if not isinstance(declared, str):
-        raise ConfigError(
-            f"{folder}: expected chat_template.jinja, or chat_template in tokenizer_config.json; found neither"
-        )
-    return declared
+        sources: dict[str, str] = {entry["name"]: entry["template"] for entry in declared}
+    else:
+        sources = {"default": declared} if isinstance(declared, str) else {}
+    if (file := folder / "chat_template.jinja").is_file():
+        others = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+        sources = {"default": file.read_text("utf-8")} | {other.stem: other.read_text("utf-8") for other in others}
+    for name in ["tool_use"] * tools + ["default"]:
+        if name in sources:
+            return sources[name]
+    raise ConfigError(
+        f"{folder}: expected chat_template.jinja, or chat_template in tokenizer_config.json; found neither"
+    )

@@ -10,6 +10,7 @@ import msgspec
 
 from streamrl_agents.agent import load_agent, load_object, place_of
 from streamrl_agents.rewards import OUTCOME
+from streamrl_agents.template import ChatTemplate
 from streamrl_learners.config import HFModel
 from streamrl_queue.errors import ConfigError
 from streamrl_queue.keys import find_key
@@ -43,7 +44,7 @@ def check_inputs(config: RunConfig, run: RunDirectory) -> None:
         with _field("queue.metrics"):
             check_metrics(config.queue.metrics)
     with _field("env"):
-        load_agent(config.env)
+        agent = load_agent(config.env)
     with _field("tasks.sampler" if config.tasks.sampler else "env"):
         _check_task(config)
     for part in config.reward.parts:
@@ -52,6 +53,11 @@ def check_inputs(config: RunConfig, run: RunDirectory) -> None:
                 raise ConfigError(f"{part}: expected a function, got {type(load_object(part)).__name__}")
     if isinstance(config.model, HFModel) and not (run.base / "config.json").exists():
         model_weights(Path(config.model.path))
+        with _field("model.path"):
+            form, tools = config.tool_format, bool(agent.tools)
+            template = ChatTemplate.load(config.model.path, tool_format=form, tools=tools)
+        if agent.tools:
+            template.needed_tool_format(agent.name)
 
 
 def check_devices(config: RunConfig) -> None:

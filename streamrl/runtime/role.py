@@ -148,7 +148,8 @@ def producer(context: Context) -> None:
     from streamrl_agents.template import ChatTemplate
     from streamrl_producers.producer import run_producer
 
-    agent, template = load_agent(context.config.env), ChatTemplate.load(context.run.base)
+    agent = load_agent(context.config.env)
+    template = ChatTemplate.load(context.run.base, tool_format=context.config.tool_format, tools=bool(agent.tools))
 
     async def body() -> None:
         async with context.connect() as queue:
@@ -221,7 +222,8 @@ def _demonstrations(context: Context) -> Callable[[random.Random, bool], Any] | 
     agent = load_agent(context.config.env)
     if agent.demonstrate is None:
         return None
-    return partial(play, agent, ChatTemplate.load(context.run.base))
+    form = context.config.tool_format
+    return partial(play, agent, ChatTemplate.load(context.run.base, tool_format=form, tools=bool(agent.tools)))
 
 
 def _write_line(file: BinaryIO, entry: dict[str, Any]) -> None:

@@ -15,7 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from streamrl_agents.agent import Agent, ClassAgent, FunctionAgent, load_agent
 from streamrl_agents.config import Limits
 from streamrl_agents.episode import run_episode
-from streamrl_agents.parsing import FORMATS, ToolCall
+from streamrl_agents.formats import FORMATS
+from streamrl_agents.parsing import ToolCall
 from streamrl_agents.template import ChatTemplate
 from streamrl_agents.vocabulary import CHAT_TEMPLATE, END, build_tokenizer
 from streamrl_queue.schema import Span, Trajectory
@@ -72,14 +73,16 @@ def bpe(*special: str, merges: tuple[str, ...] = tuple(MERGES)) -> Tokenizer:
     return tokenizer
 
 
-def template_of(source: str, *special: str) -> ChatTemplate:
+def template_of(source: str, *special: str, tool_format: str = "auto") -> ChatTemplate:
     """A chat template over `bpe`; the first special token ends a turn."""
     tokenizer = bpe(*special)
-    return ChatTemplate(tokenizer, source, stop_ids=[tokenizer.token_to_id(special[0])])
+    return ChatTemplate(tokenizer, source, stop_ids=[tokenizer.token_to_id(special[0])], tool_format=tool_format)
 
 
-def tiny() -> ChatTemplate:
-    return template_of(CHAT_TEMPLATE, END, "<|user|>", "<|assistant|>", "<|tool|>", "<|system|>")
+def tiny(tool_format: str = "auto") -> ChatTemplate:
+    return template_of(
+        CHAT_TEMPLATE, END, "<|user|>", "<|assistant|>", "<|tool|>", "<|system|>", tool_format=tool_format
+    )
 
 
 def chatml() -> ChatTemplate:
@@ -87,7 +90,7 @@ def chatml() -> ChatTemplate:
 
 
 def thinking() -> ChatTemplate:
-    return template_of(THINKING, "<|im_end|>", "<|im_start|>", "<think>", "</think>")
+    return template_of(THINKING, "<|im_end|>", "<|im_start|>", "<think>", "</think>", tool_format="hermes")
 
 
 @cache
@@ -124,7 +127,7 @@ class Script:
         self.prompts.append(tokens.tolist())
         text = self.texts.pop(0)
         cut = isinstance(text, Cut)
-        ids = self.template.encode(text) + ([] if cut else [self.template.stop_ids[0]])
+        ids = self.template.encode(text) + ([] if cut else [self.template.end_id])
         cut = cut or len(ids) > max_tokens
         ids = ids[:max_tokens]
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32) / 100

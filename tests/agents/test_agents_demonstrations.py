@@ -132,7 +132,9 @@ def test_an_environment_that_fails_under_its_script_raises_its_own_error() -> No
 
 
 def test_a_template_that_rewrites_history_is_refused_for_warm_starts() -> None:
-    template = template_of(THINKING.replace("message.role == 'user'", "true"), "<|im_end|>", "<|im_start|>")
+    template = template_of(
+        THINKING.replace("message.role == 'user'", "true"), "<|im_end|>", "<|im_start|>", tool_format="hermes"
+    )
     with pytest.raises(TemplateError, match="not prefix-stable at message 1"):
         play(
             scripted(["<think>a</think>" + '<tool_call>{"name": "step"}</tool_call>', "x"]),

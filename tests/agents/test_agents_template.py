@@ -101,6 +101,17 @@ def test_a_template_may_be_in_the_tokenizer_config_under_the_name_default(tmp_pa
     assert ChatTemplate.load(tmp_path).render(USER) == "<|im_end|>D"
 
 
+def test_an_agent_with_tools_gets_the_template_that_is_named_so(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    write(tmp_path, tokenizer_config={"eos_token": "<|im_end|>", "chat_template": named})
+    assert [ChatTemplate.load(tmp_path, tools=tools).source for tools in (True, False)] == ["T", "D"]
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert [ChatTemplate.load(tmp_path, tools=tools).source for tools in (True, False)] == ["file", "file"]
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert [ChatTemplate.load(tmp_path, tools=tools).source for tools in (True, False)] == ["tools", "file"]
+
+
 def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
     write(tmp_path, tokenizer_config={"eos_token": "<|im_end|>", "chat_template": "config"})
     (tmp_path / "chat_template.jinja").write_text("file")

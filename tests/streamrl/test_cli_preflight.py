@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from streamrl import cli
 
@@ -36,6 +37,13 @@ class FailingTask(NoTask):
 class NoHint(ObjectTask):
     def tool(self, x):
         '''A tool.'''
+
+class Tools(NoTask):
+    def look(self) -> str:
+        '''Look.'''
+
+    @staticmethod
+    def task(rng): return {}
 
 class NoDocs(ObjectTask):
     def tool(self, x: int): ...
@@ -106,6 +114,23 @@ def test_a_key_that_names_what_is_not_there_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
 ) -> None:
     assert refusal(capsys, override).startswith(said)
+
+
+def test_tools_are_refused_where_the_chat_template_does_not_show_how_they_are_called(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bpe = Tokenizer(models.BPE(vocab={"a": 0, "<end>": 1}, merges=[]))
+    bpe.save(str(here / "tokenizer.json"))
+    (here / "config.json").write_text("{}")
+    (here / "model.safetensors").write_bytes(b"")
+    (here / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    (here / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    model = ("env=env.py:Tools", "model={kind: hf, path: .}")
+    assert refusal(capsys, *model).startswith("tool_format: Tools has tools, but the chat template does not show")
+    assert cli.main(["launch", "--dry-run", *model, "tool_format=json"]) == 0
+    assert "tool_format: json" in capsys.readouterr().out
+    (here / "chat_template.jinja").unlink()
+    assert refusal(capsys, *model).startswith("model.path: .: expected chat_template.jinja, or chat_template in")
 
 
 def test_a_function_agent_runs_with_a_sampler_that_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,7 @@ def test_a_contradiction_names_both_keys(overrides: list[str], both: tuple[str, 
     [
         ("queue.max_staleness=1000001", "queue.max_staleness: expected 0 to 1000000, got 1000001"),
         ("queue.max_staleness=100000000000000000000", "queue.max_staleness: expected a number of at most 64 bits"),
+        ("tool_format=herms", "tool_format: expected one of auto, deepseek, hermes, json, llama3_json, mistral, pyth"),
         ("queue.session_seconds=.nan", "queue.session_seconds: expected a finite number, got nan"),
         ("queue.rollout_seconds=.nan", "queue.rollout_seconds: expected a finite number, got nan"),
         ("queue.scoring_seconds=1e-9", "queue.scoring_seconds: expected 0.1 to 10000000, got 1e-09"),
