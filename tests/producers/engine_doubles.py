@@ -26,8 +26,9 @@ CONFIG = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    # Heads of 32: the narrowest that vLLM has on a CPU.
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "max_position_embeddings": CONTEXT,
     "initializer_range": 0.2,
     "rms_norm_eps": 1e-6,
@@ -122,11 +123,31 @@ class Double:
                 spans.append({"version": version, "start": i, "end": i + 1})
         return spans
 
+    def receive(self, group: Any, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
+        """Take one broadcast per tensor into the model."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        parameters = dict(self.model.named_parameters())
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            group.broadcast([tensor], options).wait()
+            with self.stepping, torch.no_grad():
+                parameters[name].copy_(tensor)
+
     def abort(self, prefix: str) -> None:
         """As SGLang does it: a live id, and every id that it is a prefix of."""
         with self.registry:
             for request in self.requests.values():
                 request.aborted |= request.id.startswith(prefix)
+
+
+def join(address: str, port: int, world: int, rank: int, prefixes: tuple[str, ...] = ()) -> Any:
+    """A worker's side of the group through which weights come."""
+    seconds = timedelta(seconds=GROUP_SECONDS)
+    store: Any = dist.TCPStore(address, port, world, False, seconds)
+    for prefix in prefixes:
+        store = dist.PrefixStore(prefix, store)
+    return dist.ProcessGroupGloo(store, rank, world, seconds)
 
 
 class SGLangDouble(Double):
@@ -244,12 +265,10 @@ class SGLangDouble(Double):
             self.abort("" if body.get("abort_all") else body["rid"])
 
     def _init_weights_update_group(self, body: Any) -> Any:
-        address, world, rank = body["master_address"], body["world_size"], body["rank_offset"]
-        store: Any = dist.TCPStore(address, body["master_port"], world, False, timedelta(seconds=GROUP_SECONDS))
-        for prefix in (body["group_name"], f"{body['group_name']}/", "cpu/"):
-            store = dist.PrefixStore(prefix, store)
-        group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=GROUP_SECONDS))
-        self.groups[body["group_name"]] = group
+        name = body["group_name"]
+        prefixes = (name, f"{name}/", "cpu/")
+        address, port, world, rank = (body[k] for k in ("master_address", "master_port", "world_size", "rank_offset"))
+        self.groups[name] = join(address, port, world, rank, prefixes)
         return {"success": True, "message": "Succeeded to initialize custom process group."}
 
     def _begin_weight_update(self, body: Any) -> Any:
@@ -270,30 +289,29 @@ class SGLangDouble(Double):
             raise unsuccessful(f"update_weights_from_distributed must run between {place}")
         if (group := self.groups.get(body.get("group_name", "weight_update_group"))) is None:
             raise unsuccessful("Failed to receive weights: Group not in []. Call `init_weights_update_group` first.")
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        parameters = dict(self.model.named_parameters())
-        for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-            group.broadcast([tensor], options).wait()
-            with self.stepping, torch.no_grad():
-                parameters[name].copy_(tensor)
+        self.receive(group, body["names"], body["dtypes"], body["shapes"])
         if body.get("weight_version"):
             self.version = body["weight_version"]
         return {"success": True, "message": "Succeeded to update parameter online."}
 
 
 class VLLMDouble(Double):
-    """Speaks as vLLM 0.32.0 in development mode with --enable-scale-out."""
+    """Speaks as vLLM 0.32.0 in development mode with --enable-scale-out and weights over Gloo."""
 
     server_version = "0.32.0"
-    paths = "/version /v1/models /health /inference/v1/generate /pause /resume"
+    paths = (
+        "/version /v1/models /health /inference/v1/generate /pause /resume /get_world_size "
+        "/init_weight_transfer_engine /start_weight_update /update_weights /finish_weight_update"
+    )
 
-    def __init__(self, model: Any, version: str = "default", scaled: bool = False) -> None:
+    def __init__(self, model: Any, version: str = "default", scaled: bool = True) -> None:
         super().__init__(model, version, scaled)
+        self.group: Any = None
+        self.going = threading.Event()
+        self.going.set()
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        path = path.partition("?")[0]
+        path, _, query = path.partition("?")
         if path == "/openapi.json":
             return 200, {"paths": {path: {} for path in self.paths.split()}}
         match path if path in self.paths.split() else "":
@@ -301,10 +319,28 @@ class VLLMDouble(Double):
                 return 200, {"version": self.server_version}
             case "/v1/models":
                 return 200, {"object": "list", "data": [{"id": "m", "max_model_len": CONTEXT}]}
-            case "/health" | "/resume":
+            case "/get_world_size":
+                return 200, {"world_size": 1}
+            case "/health" | "/start_weight_update":
                 return 200, None
             case "/pause":
-                self.abort("")
+                self.going.clear()
+                if "mode=abort" in query:
+                    self.abort("")
+                return 200, {"status": "paused"}
+            case "/resume":
+                self.going.set()
+                return 200, {"status": "resumed"}
+            case "/init_weight_transfer_engine":
+                info = body["init_info"]
+                self.group = join(info["master_address"], info["master_port"], info["world_size"], 1)
+                return 200, {"message": "Weight transfer initialized"}
+            case "/update_weights":
+                info = body["update_info"]
+                self.receive(self.group, info["names"], info["dtype_names"], info["shapes"])
+                return 200, {"message": "Weights updated"}
+            case "/finish_weight_update":
+                self.version = body["weight_version"]
                 return 200, None
             case "/inference/v1/generate":
                 return 200, self._generate(body)
@@ -315,6 +351,8 @@ class VLLMDouble(Double):
         request = Request(body.get("request_id") or uuid.uuid4().hex, ids, settings)
         with self.registry:
             self.requests[request.id] = request
+        # A request that comes while the server is paused waits for its turn.
+        self.going.wait(GROUP_SECONDS)
         stops = set(settings.get("stop_token_ids", ()))
         if not settings.get("ignore_eos"):
             stops.add(CONFIG["eos_token_id"])
@@ -323,15 +361,20 @@ class VLLMDouble(Double):
         finally:
             with self.registry:
                 del self.requests[request.id]
-        told = zip(request.sampled, request.logprobs, strict=True)
-        content = [{"token_id": token, "logprob": logprob} for token, logprob in told]
+        sampled = zip(request.sampled, request.logprobs, strict=True)
+        content = [{"token_id": token, "logprob": logprob} for token, logprob in sampled]
         choice = {"index": 0, "token_ids": request.sampled, "logprobs": {"content": content}, "finish_reason": kind}
-        return {"request_id": request.id, "choices": [choice | {"weight_versions": self.spans(request)}]}
+        prompt = None
+        if settings.get("prompt_logprobs") is not None:
+            told = [{str(id): {"logprob": p}} for p, id in zip(self.prompt_logprobs(ids), ids[1:], strict=True)]
+            prompt = [None, *told]
+        choices = [choice | {"weight_versions": self.spans(request)}]
+        return {"request_id": request.id, "choices": choices, "prompt_logprobs": prompt}
 
 
 @contextmanager
-def served(double: Double) -> Iterator[str]:
-    """The URL of a double that listens on a free port of this host."""
+def served(double: Double, port: int = 0) -> Iterator[str]:
+    """The URL of a double that listens on this host, on a free port unless one is given."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -364,7 +407,7 @@ def served(double: Double) -> Iterator[str]:
         def log_message(self, *arguments: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from engine_doubles import CONFIG, CONTEXT, VOCAB
+from engine_doubles import CONFIG, VOCAB
 
 from streamrl_learners import tiny
-from streamrl_producers.config import SGLangEngine
+from streamrl_producers.config import ServerEngine
 from streamrl_producers.engines import process
-from streamrl_producers.engines.sglang import SGLang
-
-START_SECONDS = 500.0
+from streamrl_producers.engines.server import ADAPTERS
 
 
 def make_model(seed: int) -> Any:
@@ -32,21 +30,20 @@ def model_directory(directory: Path) -> Path:
 
 
 @contextmanager
-def real_server(directory: Path) -> Iterator[str]:
-    """The URL of an SGLang server, started as a run starts its own."""
+def real_server(config: ServerEngine, directory: Path) -> Iterator[str]:
+    """The URL of a server, started as a run starts its own."""
     port, ready, done = process.free_port(), threading.Event(), trio.Event()
     url = f"http://127.0.0.1:{port}"
-    config = SGLangEngine(max_tokens=CONTEXT, slots=16, start_seconds=START_SECONDS)
     command = process.command(config, model_directory(directory / "base"), port)
     token: list[trio.lowlevel.TrioToken] = []
     errors: list[BaseException] = []
 
     async def serve() -> None:
         token.append(trio.lowlevel.current_trio_token())
-        async with SGLang(url, vocab_size=VOCAB) as adapter:
+        async with ADAPTERS[config.kind](url, vocab_size=VOCAB) as adapter:
             log = directory / "server.log"
             async with process.running(
-                command, process.variables(config), log, ready=adapter.ready, seconds=START_SECONDS, name=url
+                command, process.variables(config), log, ready=adapter.ready, seconds=config.start_seconds, name=url
             ):
                 ready.set()
                 await done.wait()
@@ -61,7 +58,7 @@ def real_server(directory: Path) -> Iterator[str]:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        assert ready.wait(START_SECONDS + 10)
+        assert ready.wait(config.start_seconds + 10)
         assert not errors, errors
         yield url
     finally:

@@ -14,11 +14,12 @@ import trio
 from engine_doubles import CONTEXT, VOCAB, SGLangDouble, VLLMDouble, served
 from engine_servers import make_model, real_server
 
+from streamrl_producers.config import ServerEngine, SGLangEngine, VLLMEngine
 from streamrl_producers.engines.adapter import UNPUBLISHED, Adapter
 from streamrl_producers.engines.protocol import Sampling
-from streamrl_producers.engines.sglang import SGLang
+from streamrl_producers.engines.sglang import RESERVED_TOKENS, SGLang
 from streamrl_producers.engines.vllm import VLLM
-from streamrl_queue.errors import EngineError, LimitReached, SchemaError, WeightError
+from streamrl_queue.errors import EngineError, LimitReached, SchemaError
 
 PROMPT = np.array([3, 5, 8, 13, 21], np.int32)
 SECONDS = 60.0
@@ -47,10 +48,10 @@ class Server:
         return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
 
 
-@pytest.fixture(scope="session")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with real_server(tmp_path_factory.mktemp("sglang")) as url:
-        server = Server(SGLang, url, None, UNPUBLISHED)
+def real(kind: type[Adapter], config: ServerEngine, path: Path) -> Iterator[Server]:
+    """A real server with the weights of `make_model(1)`."""
+    with real_server(config, path) as url:
+        server = Server(kind, url, None, UNPUBLISHED)
 
         async def publish() -> None:
             async with server.adapter() as adapter:
@@ -60,22 +61,35 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-PUBLISHABLE = ["sglang-double", pytest.param("sglang", marks=pytest.mark.engines)]
-takes_weights = pytest.mark.parametrize("server", PUBLISHABLE, indirect=True)
+@pytest.fixture(scope="session")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    config = SGLangEngine(max_tokens=CONTEXT - RESERVED_TOKENS, slots=16)
+    yield from real(SGLang, config, tmp_path_factory.mktemp("sglang"))
 
 
-@pytest.fixture(params=[*PUBLISHABLE, "vllm-double"])
+@pytest.fixture(scope="session")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    config = VLLMEngine(max_tokens=CONTEXT, slots=16)
+    yield from real(VLLM, config, tmp_path_factory.mktemp("vllm"))
+
+
+REAL = [pytest.param(name, marks=pytest.mark.engines) for name in ("sglang", "vllm")]
+
+
+@pytest.fixture(params=["sglang-double", "vllm-double", *REAL])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    if request.param == "sglang":
-        yield request.getfixturevalue("real")
-    elif request.param == "sglang-double":
-        model = make_model(1)
-        with served(SGLangDouble(make_model(1), version="1")) as url:
-            yield Server(SGLang, url, model, 1)
-    else:
-        model = make_model(1)
-        with served(VLLMDouble(model, scaled=True)) as url:
-            yield Server(VLLM, url, model, UNPUBLISHED)
+    match request.param:
+        case "sglang-double":
+            with served(SGLangDouble(make_model(1), version="1")) as url:
+                yield Server(SGLang, url, make_model(1), 1)
+        case "vllm-double":
+            with served(VLLMDouble(make_model(1))) as url:
+                yield Server(VLLM, url, make_model(1), UNPUBLISHED)
+        case name:
+            yield request.getfixturevalue(name)
+
+
+only_sglang = pytest.mark.parametrize("server", ["sglang-double", REAL[0]], indirect=True)
 
 
 def with_adapter(server: Server, body: Any) -> None:
@@ -185,7 +199,7 @@ def test_requests_at_the_same_time_get_their_own_answers(server: Server) -> None
     with_adapter(server, body)
 
 
-@takes_weights
+@only_sglang
 def test_requests_that_are_ended_answer_with_what_they_had(server: Server) -> None:
     async def body(adapter: Adapter) -> None:
         assert isinstance(adapter, SGLang)
@@ -211,7 +225,7 @@ def test_requests_that_are_ended_answer_with_what_they_had(server: Server) -> No
     with_adapter(server, body)
 
 
-@takes_weights
+@only_sglang
 def test_a_request_that_runs_out_of_time_answers_with_what_it_had(server: Server) -> None:
     async def body(adapter: Adapter) -> None:
         got = await adapter.generate(PROMPT, Sampling(max_tokens=CONTEXT), session="a", seconds=0.0)
@@ -221,7 +235,6 @@ def test_a_request_that_runs_out_of_time_answers_with_what_it_had(server: Server
     with_adapter(server, body)
 
 
-@takes_weights
 def test_weights_that_are_published_are_the_ones_that_are_sampled_from(server: Server) -> None:
     async def body(adapter: Adapter) -> None:
         before = await adapter.logprobs(PROMPT.tolist())
@@ -236,7 +249,6 @@ def test_weights_that_are_published_are_the_ones_that_are_sampled_from(server: S
     with_adapter(server, body)
 
 
-@takes_weights
 def test_a_probe_may_have_every_id_of_the_vocabulary(server: Server) -> None:
     async def body(adapter: Adapter) -> None:
         for ids in ([0, VOCAB - 1, 1, VOCAB - 1], [VOCAB - 2, 2, VOCAB - 1, 7]):
@@ -245,7 +257,6 @@ def test_a_probe_may_have_every_id_of_the_vocabulary(server: Server) -> None:
     with_adapter(server, body)
 
 
-@takes_weights
 def test_two_publishers_one_after_the_other_each_reach_the_server(server: Server) -> None:
     for seed in (3, 1):
         with_adapter(server, partial(_publish, server, seed))
@@ -257,7 +268,7 @@ async def _publish(server: Server, seed: int, adapter: Adapter) -> None:
     assert np.abs(told - server.logprobs(PROMPT.tolist())).max() < NATS
 
 
-@takes_weights
+@only_sglang
 @pytest.mark.parametrize("limit", [{"top_p": 0.9}, {"top_k": 4}])
 def test_log_probs_before_top_p_and_top_k_are_refused(server: Server, limit: dict[str, Any]) -> None:
     async def body(adapter: Adapter) -> None:
@@ -265,12 +276,3 @@ def test_log_probs_before_top_p_and_top_k_are_refused(server: Server, limit: dic
             await adapter.generate(PROMPT, Sampling(**limit), session="a", seconds=SECONDS)
 
     with_adapter(server, body)
-
-
-def test_weights_cannot_be_published_to_vllm(tmp_path: Path) -> None:
-    async def body(adapter: Adapter) -> None:
-        with pytest.raises(WeightError, match="sglang or embedded"):
-            await adapter.update({}, 1, SECONDS)
-
-    with served(VLLMDouble(None)) as url:
-        with_adapter(Server(VLLM, url, None, 0), body)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import trio
+from engine_double_process import executable
 from engine_doubles import CONTEXT, VOCAB, SGLangDouble, served
 from engine_servers import make_model, model_directory
 from server_support import SECONDS, Learner, broker, client, endpoint
@@ -20,8 +23,9 @@ from streamrl_producers.engines.protocol import Generate, Generated, Health, Hea
 from streamrl_producers.engines.server import run_server_engine
 from streamrl_queue import TransferQueue
 from streamrl_queue.errors import EngineError, SchemaError
+from streamrl_queue.nursery import run as queue_run
 from streamrl_queue.rpc import RpcClient
-from streamrl_queue.weights import Probe
+from streamrl_queue.weights import Apply, Probe
 
 NATS = 1e-3
 PROMPT = [3, 5, 8, 13]
@@ -37,8 +41,6 @@ class TinyLearner(Learner):
     """Publishes models of the doubles' shape."""
 
     async def apply(self, version: int, made: Any) -> Any:
-        from streamrl_queue.weights import Apply
-
         ids = [7, VOCAB - 1, 9, 11, 13]
         probe = Probe(tuple(ids), tuple(logprobs(made, ids).tolist()))
         return [await one.call(Apply(version, probe), deadline=SECONDS) for one in self.clients]
@@ -72,31 +74,38 @@ class Stand:
 
 
 @asynccontextmanager
+async def engine(path: Path, config: SGLangEngine, restarts: int = 0) -> AsyncIterator[TransferQueue]:
+    """A running engine of `config`, and a queue that knows it."""
+    async with broker(path) as opened, trio.open_nursery() as nursery:
+
+        def connect(endpoint: str | None) -> Any:
+            return TransferQueue.connect(opened.address, role="engine", name="engine-0", endpoint=endpoint)
+
+        async def run() -> None:
+            await run_server_engine(
+                connect,
+                model_dir=model_directory(path / "base"),
+                config=config,
+                number=0,
+                bind=lambda life: f"ipc://{path}/engine-{life}",
+                log_file=path / "server.log",
+                restarts=restarts,
+                window=60.0,
+            )
+
+        nursery.start_soon(run)
+        async with TransferQueue.connect(opened.address) as queue:
+            yield queue
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
 async def stand(path: Path) -> AsyncIterator[Stand]:
     double = SGLangDouble(make_model(9), version="0")
     with served(double) as url:
         config = SGLangEngine(urls=(url,), max_tokens=CONTEXT)
-        async with broker(path) as opened, trio.open_nursery() as nursery:
-
-            def connect(endpoint: str | None) -> Any:
-                return TransferQueue.connect(opened.address, role="engine", name="engine-0", endpoint=endpoint)
-
-            async def run() -> None:
-                await run_server_engine(
-                    connect,
-                    model_dir=model_directory(path / "base"),
-                    config=config,
-                    number=0,
-                    bind=lambda life: f"ipc://{path}/engine-{life}",
-                    log_file=path / "server.log",
-                    restarts=0,
-                    window=60.0,
-                )
-
-            nursery.start_soon(run)
-            async with TransferQueue.connect(opened.address) as queue, client(await endpoint(queue)) as rpc:
-                yield Stand(queue, rpc, TinyLearner(rpc, bucket_bytes=4096), double)
-            nursery.cancel_scope.cancel()
+        async with engine(path, config) as queue, client(await endpoint(queue)) as rpc:
+            yield Stand(queue, rpc, TinyLearner(rpc, bucket_bytes=4096), double)
 
 
 def with_stand(path: Path, body: Any) -> None:
@@ -220,3 +229,53 @@ def test_weights_that_somebody_else_changed_are_noticed(tmp_path: Path) -> None:
             await one.generate(max_tokens=2)
 
     with_stand(tmp_path, body)
+
+
+async def publishes(address: str, version: int) -> None:
+    """A learner publishes to the engine at `address`, which then samples."""
+    async with client(address) as rpc:
+        learner = TinyLearner(rpc)
+        await learner.stage(version, make_model(version))
+        await learner.resume(version)
+        assert (await rpc.call(Health(), deadline=SECONDS)).generated
+
+
+def test_a_server_that_dies_is_started_again_and_joins_as_an_engine_without_weights(tmp_path: Path) -> None:
+    async def main() -> None:
+        config = SGLangEngine(python=str(executable(tmp_path)), max_tokens=CONTEXT, start_seconds=60.0)
+        with trio.fail_after(90):
+            async with engine(tmp_path, config, restarts=1) as queue:
+                first = await endpoint(queue)
+                await publishes(first, 1)
+                url = (tmp_path / "server.log").read_text().split()[-1]
+                os.kill(listener(url), signal.SIGKILL)
+                second = first
+                while second == first:
+                    second = await endpoint(queue)
+                await publishes(second, 1)
+
+    trio.run(main)
+
+
+def test_a_server_that_dies_too_often_ends_its_engine(tmp_path: Path) -> None:
+    async def main() -> None:
+        script = tmp_path / "python"
+        script.write_text("#!/bin/sh\necho broken\nexit 3\n")
+        script.chmod(0o755)
+        with trio.fail_after(60):
+            async with engine(tmp_path, SGLangEngine(python=str(script), start_seconds=60.0), restarts=1):
+                await trio.sleep_forever()
+
+    with pytest.raises(EngineError, match=r"exit code 3.*(?s:.*)broken"):
+        queue_run(main)
+    assert (tmp_path / "server.log").read_text() == "broken\n" * 2
+
+
+def listener(url: str) -> int:
+    """The process that was started to serve `url`."""
+    port = url.rpartition(":")[2]
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        words = entry.read_bytes().split(b"\0")
+        if port.encode() in words and b"--port" in words and b"engine_double_process.py" in words[1].split(b"/"):
+            return int(entry.parent.name)
+    raise AssertionError(f"nobody serves {url}")

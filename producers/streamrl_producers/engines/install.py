@@ -107,6 +107,7 @@ def server_environment(kind: Kind, *, cpu: bool, threads: int = 1) -> dict[str, 
     else:
         variables |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if cpu:
+            variables["PYTHONPATH"] = str(HERE / "shims" / "vllm_cpu")
             variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return variables
 

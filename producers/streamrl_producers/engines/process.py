@@ -62,7 +62,8 @@ def command(config: SGLangEngine | VLLMEngine, model_dir: Path, port: int) -> li
         told += ["--max-num-seqs", str(config.slots), "--enable-scale-out"]
         told += ["--logprobs-mode", "processed_logprobs"]
         if cpu:
-            told += ["--enforce-eager"]
+            told += ["--enforce-eager", "--worker-extension-cls", "streamrl_vllm.Extension"]
+            told += ["--weight-transfer-config", '{"backend":"gloo"}']
     return [python, *told, *where, *config.arguments]
 
 

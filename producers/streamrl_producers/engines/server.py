@@ -330,16 +330,15 @@ class ServerReceiver(WeightReceiver):
         self._gateway.open()
 
     async def give_up(self, update: Update) -> None:
-        if update.staged is None:
-            return
         before = self._gateway.version
-        if before is not None:
+        if update.staged == "loading":
+            # What is left of a model that took only some of its weights is not to be repaired.
+            self._gateway.give_up(f"version {update.version} was loaded in part")
+        elif update.staged == "loaded" and before is not None:
             try:
                 await self._gateway.adapter.update(self._have, before, update.prepare.seconds)
             except WeightError as error:
                 self._gateway.give_up(str(error))
-        elif update.staged == "loading":
-            self._gateway.give_up(f"version {update.version} was loaded in part")
         self._gateway.open()
 
 

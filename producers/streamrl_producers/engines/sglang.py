@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import msgspec
@@ -22,13 +21,13 @@ from streamrl_queue.schema import Span
 
 from .adapter import Adapter, parse_label
 from .protocol import FinishReason, Generated, Sampling
+from .transfer import ServerGroup, buckets
 
 if TYPE_CHECKING:
     import torch
 
 GRACE_SECONDS: Final = 5.0  # an aborted request answers with what it has; that answer may take so long
 ABORT_SECONDS: Final = 0.1  # between two requests to end the same generation
-BUCKET_BYTES: Final = 64 << 20  # tensors of one call: large beside the call's cost, small beside the server's memory
 RESERVED_TOKENS: Final = 5  # of a context that prompt and answer cannot have: a prompt of 6 below it is the longest
 TOP_K_OFF: Final = -1
 
@@ -70,7 +69,7 @@ class SGLang(Adapter):
 
     def __init__(self, url: str, *, vocab_size: int) -> None:
         super().__init__(url, vocab_size=vocab_size)
-        self._group: _Group | None = None
+        self._group: ServerGroup | None = None
 
     async def _version(self) -> str:
         return str((await self._get("/server_info")).get("version", "unknown"))
@@ -158,25 +157,27 @@ class SGLang(Adapter):
             with trio.fail_after(seconds):
                 group = self._group = self._group or await self._join(seconds)
                 await self._post("/begin_weight_update", {"selector": "all"}, seconds)
-                buckets = list(_buckets(tensors))
-                for i, bucket in enumerate(buckets):
-                    last = i == len(buckets) - 1
+                parts = list(buckets(tensors))
+                for i, bucket in enumerate(parts):
+                    last = i == len(parts) - 1
                     await self._send(group, bucket, str(version) if last else None, seconds)
                 await self._post("/end_weight_update", {}, seconds)
         except (EngineError, DeadlineExceeded, RuntimeError, trio.TooSlowError) as error:
             self._group = None
             raise WeightError(f"{self.url}: version {version} was not taken: {error}") from error
 
-    async def _join(self, seconds: float) -> _Group:
+    async def _join(self, seconds: float) -> ServerGroup:
         """A new process group of this process and the server's workers. Both sides wait for each other."""
         workers = int((await self._get("/server_info")).get("tp_size", 1))
-        group = await trio.to_thread.run_sync(_Group, workers + 1, seconds)
+        group = await trio.to_thread.run_sync(ServerGroup, workers + 1, seconds)
         async with open_nursery() as nursery:
             nursery.start_soon(self._invite, group, workers, seconds)
-            await trio.to_thread.run_sync(group.connect, abandon_on_cancel=True)
+            # The prefixes under which `torch.distributed` keeps the Gloo half of a group of that name.
+            prefixes = (group.name, f"{group.name}/", "cpu/")
+            await trio.to_thread.run_sync(group.connect, prefixes, abandon_on_cancel=True)
         return group
 
-    async def _invite(self, group: _Group, workers: int, seconds: float) -> None:
+    async def _invite(self, group: ServerGroup, workers: int, seconds: float) -> None:
         body = {
             "master_address": "127.0.0.1",
             "master_port": group.port,
@@ -188,7 +189,7 @@ class SGLang(Adapter):
         await self._accepted("/init_weights_update_group", body, seconds)
 
     async def _send(
-        self, group: _Group, bucket: Mapping[str, torch.Tensor], version: str | None, seconds: float
+        self, group: ServerGroup, bucket: Mapping[str, torch.Tensor], version: str | None, seconds: float
     ) -> None:
         """Announce a bucket and broadcast it at the same time: each waits for the other."""
         body = {
@@ -235,50 +236,3 @@ def _reason(told: str, ids: Sequence[int], sampling: Sampling) -> FinishReason:
         # It also stops at the end-of-sequence ids of the model's own files; who did not ask for that goes on.
         return "stop" if ids and ids[-1] in sampling.stop_ids else "aborted"
     return "length" if told == "length" else "aborted"
-
-
-def _buckets(tensors: Mapping[str, torch.Tensor]) -> Any:
-    bucket: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        if bucket and size + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
-class _Group:
-    """Rank 0 of a Gloo group whose other ranks are the server's workers, built as SGLang builds theirs."""
-
-    def __init__(self, world: int, seconds: float) -> None:
-        import torch.distributed as dist
-
-        self.name = f"streamrl-{uuid.uuid4().hex}"
-        self._world, self._timeout = world, timedelta(seconds=seconds)
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=self._timeout
-        )
-        self.port = int(self._store.port)
-        self._group: Any = None
-
-    def connect(self) -> None:
-        """Return when all ranks are connected."""
-        import torch.distributed as dist
-
-        # The prefixes under which `torch.distributed` keeps the Gloo half of a group of that name.
-        store: Any = self._store
-        for prefix in (self.name, f"{self.name}/", "cpu/"):
-            store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-        self._group = dist.ProcessGroupGloo(store, 0, self._world, self._timeout)
-
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send `tensors`, in order."""
-        from torch.distributed import BroadcastOptions
-
-        options = BroadcastOptions()
-        options.rootRank = 0
-        for tensor in tensors:
-            self._group.broadcast([tensor.contiguous()], options).wait()

@@ -1,8 +1,7 @@
 """vLLM as an engine: its token-level `/inference/v1/generate`.
 
 Log-probs are raw (temperature 1) unless the server runs with `--logprobs-mode processed_logprobs`; then they are those
-of what is sampled from, temperature, top-p and top-k included. Which of the two a server gives is measured. Weights are
-not published to it.
+of what is sampled from, temperature, top-p and top-k included. Which of the two a server gives is measured.
 """
 
 from __future__ import annotations
@@ -14,12 +13,15 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import trio
 
-from streamrl_queue.errors import EngineError, StreamRLError, WeightError
+from streamrl_queue.errors import DeadlineExceeded, EngineError, StreamRLError, WeightError
+from streamrl_queue.nursery import open_nursery
 from streamrl_queue.schema import Span
 
 from .adapter import Adapter, parse_label
 from .protocol import FinishReason, Generated, Sampling
+from .transfer import ServerGroup, buckets
 
 if TYPE_CHECKING:
     import torch
@@ -60,8 +62,17 @@ class VLLM(Adapter):
         "/inference/v1/generate": "sampling",
         "/pause": "ending requests",
         "/resume": "ending requests",
+        "/init_weight_transfer_engine": "weights",
+        "/start_weight_update": "weights",
+        "/update_weights": "weights",
+        "/finish_weight_update": "weights",
+        "/get_world_size": "weights",
     }
     helps = "start it with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
+
+    def __init__(self, url: str, *, vocab_size: int) -> None:
+        super().__init__(url, vocab_size=vocab_size)
+        self._group: ServerGroup | None = None
 
     async def _version(self) -> str:
         return str((await self._get("/version"))["version"])
@@ -112,10 +123,57 @@ class VLLM(Adapter):
         await self._post("/resume", {})
 
     async def logprobs(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        raise WeightError(f"{self.url}: weights cannot be proved on vLLM; use engine.kind: sglang or embedded")
+        body = {
+            "token_ids": list(tokens),
+            "sampling_params": {"temperature": 1.0, "max_tokens": 1, "ignore_eos": True, "prompt_logprobs": 0},
+        }
+        told = (await self._post("/inference/v1/generate", body))["prompt_logprobs"]
+        # Each place tells its own token and, beside it, better ones; the first token follows nothing.
+        pairs = zip(told[1:], tokens[1:], strict=True)
+        return np.array([place[str(token)]["logprob"] for place, token in pairs], np.float32)
 
     async def update(self, tensors: Mapping[str, torch.Tensor], version: int, seconds: float) -> None:
-        raise WeightError(f"{self.url}: weights cannot be published to vLLM; use engine.kind: sglang or embedded")
+        # Weights that the server made up may give every token the same probability.
+        self._scales = None
+        try:
+            with trio.fail_after(seconds):
+                group = self._group = self._group or await self._join(seconds)
+                await self._post("/pause?mode=abort&clear_cache=true", {}, seconds)
+                await self._post("/start_weight_update", {}, seconds)
+                for bucket in buckets(tensors):
+                    await self._send(group, bucket, seconds)
+                await self._post("/finish_weight_update", {"weight_version": str(version)}, seconds)
+                # After a failure it must not go on: the model is in parts.
+                await self._post("/resume", {}, seconds)
+        except (EngineError, DeadlineExceeded, RuntimeError, trio.TooSlowError) as error:
+            self._group = None
+            raise WeightError(f"{self.url}: version {version} was not taken: {error}") from error
+
+    async def _join(self, seconds: float) -> ServerGroup:
+        """A new process group of this process and the server's workers. Both sides wait for each other."""
+        workers = int((await self._get("/get_world_size"))["world_size"])
+        group = await trio.to_thread.run_sync(ServerGroup, workers + 1, seconds)
+        info = {
+            "master_address": "127.0.0.1",
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": group.world,
+        }
+        async with open_nursery() as nursery:
+            nursery.start_soon(self._post, "/init_weight_transfer_engine", {"init_info": info}, seconds)
+            await trio.to_thread.run_sync(group.connect, abandon_on_cancel=True)
+        return group
+
+    async def _send(self, group: ServerGroup, bucket: Mapping[str, torch.Tensor], seconds: float) -> None:
+        """Announce a bucket and broadcast it at the same time: each waits for the other."""
+        info = {
+            "names": list(bucket),
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
+            "shapes": [list(tensor.shape) for tensor in bucket.values()],
+        }
+        async with open_nursery() as nursery:
+            nursery.start_soon(self._post, "/update_weights", {"update_info": info}, seconds)
+            await trio.to_thread.run_sync(group.broadcast, list(bucket.values()), abandon_on_cancel=True)
 
 
 def generated(choice: _Choice, sampling: Sampling) -> Generated:
