@@ -148,8 +148,8 @@ def test_a_failed_installation_leaves_nothing_and_says_what_pip_said(
     with cache(monkeypatch, tmp_path):
         monkeypatch.setattr(install, "pip_arguments", lambda kind, cpu: [["no-such-command"]])
         with pytest.raises(EngineError, match="no-such-command"):
-            install.install("sglang", cpu=True, say=lambda line: None)
-        assert not install.environment("sglang", cpu=True).exists()
+            install.install("sglang", cpu=False, say=lambda line: None)
+        assert not install.environment("sglang", cpu=False).exists()
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])

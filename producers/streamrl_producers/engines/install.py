@@ -19,6 +19,8 @@ Kind = Literal["sglang", "vllm"]
 
 HERE: Final = Path(__file__).parent
 VERSIONS: Final[Mapping[Kind, str]] = {"sglang": "0.5.23", "vllm": "0.32.0"}
+CPU_TORCH: Final = "torch==2.13.0+cpu"
+CPU_INDEX: Final = "https://download.pytorch.org/whl/cpu"
 # Builds for CUDA that do not load beside a torch for the CPU; vLLM starts without them.
 UNWANTED: Final = ("torchvision", "torchaudio", "torchcodec")
 DONE: Final = "streamrl-installed"
@@ -65,9 +67,11 @@ def install(kind: Kind, *, cpu: bool, say: Callable[[str], None]) -> Path:
     try:
         _run([sys.executable, "-m", "venv", str(directory)])
         python = str(directory / "bin" / "python")
+        if cpu:
+            _install_torch(python, say)
         for arguments in pip_arguments(kind, cpu=cpu):
             say(f"pip {' '.join(arguments)}")
-            _run([python, "-m", "pip", "--disable-pip-version-check", *arguments])
+            _run([*_pip(python), *arguments])
         if kind == "vllm" and cpu:
             _name_vllm(directory)
         say("importing it")
@@ -78,6 +82,21 @@ def install(kind: Kind, *, cpu: bool, say: Callable[[str], None]) -> Path:
         raise
     say(f"{directory}: installed")
     return directory / "bin" / "python"
+
+
+def _pip(python: str) -> list[str]:
+    return [python, "-m", "pip", "--disable-pip-version-check"]
+
+
+def _install_torch(python: str, say: Callable[[str], None]) -> None:
+    """torch without CUDA: from where pip is told to look, else from PyTorch's own index, which has little else."""
+    arguments = ["install", "--quiet", CPU_TORCH]
+    say(f"pip {' '.join(arguments)}")
+    try:
+        _run([*_pip(python), *arguments])
+    except EngineError:
+        say(f"not there; from {CPU_INDEX}")
+        _run([*_pip(python), *arguments, "--index-url", CPU_INDEX])
 
 
 def pip_arguments(kind: Kind, *, cpu: bool) -> list[list[str]]:
