@@ -1,5 +1,6 @@
-# make demo    train the demo: about a minute after the first installation
+# make demo    train the demo: about a minute after the first installation; ENGINE=sglang: on a real server
 # make test    install what the tests need and run them
+# make test-engines  install SGLang, once, and ask the real server what make test asks its double
 # make check   ruff, ruff format, mypy
 # make soak    fifty runs through random kills, and a thousand seeds of the simulator; an hour
 # make clean   remove what the other targets made; runs/ stays
@@ -8,19 +9,30 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+ENGINE ?= embedded
+# The build of a server without CUDA; with a GPU: ENGINE_BUILD=
+ENGINE_BUILD ?= --cpu
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PATHS := streamrl queue agents producers learners tests bench examples
 
-.PHONY: demo setup test check simulate soak clean
+.PHONY: demo setup test test-engines check simulate soak clean engine-embedded engine-sglang engine-vllm
 
-demo: $(VENV)/.train
-	$(BIN)/streamrl launch
+demo: $(VENV)/.train engine-$(ENGINE)
+	$(BIN)/streamrl launch engine.kind=$(ENGINE)
+
+engine-embedded:
+
+engine-sglang engine-vllm: $(VENV)/.train
+	$(BIN)/streamrl engines install $(@:engine-%=%) $(ENGINE_BUILD)
 
 setup: $(VENV)/.train $(VENV)/.dev
 
 test: setup
 	$(BIN)/python -m pytest
+
+test-engines: setup engine-sglang
+	$(BIN)/python -m pytest -m engines
 
 check: setup
 	$(BIN)/ruff check $(PATHS)
@@ -44,9 +56,9 @@ $(VENV)/bin/python:
 # A stamp each, so that the second `make demo` starts at once.
 $(VENV)/.train: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing into $(VENV); the first time takes a few minutes"
-	$(INSTALL) --editable '.[train]'
+	$(INSTALL) --editable '.[train,engines]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(INSTALL) --editable '.[train,dev]'
+	$(INSTALL) --editable '.[train,engines,dev]'
 	@touch $@

@@ -75,6 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     keygen.add_argument("file", nargs="?", type=Path, metavar="FILE", help="written with mode 600; none: printed")
     keygen.set_defaults(command=_keygen)
 
+    engines = commands.add_parser("engines", help="install inference servers in environments of their own")
+    actions = engines.add_subparsers(title="actions", metavar="ACTION", required=True)
+    install = actions.add_parser("install", help="make the environment of a server, once; takes minutes")
+    install.add_argument("kind", choices=("sglang", "vllm"))
+    install.add_argument("--cpu", action="store_true", help="a build without CUDA, for machines without a GPU")
+    install.set_defaults(command=_install)
+
     simulate = commands.add_parser("simulate", help="the queue under faults, on virtual time; checks all invariants")
     simulate.add_argument("--seed", default="0", metavar="S", help="a seed, or FIRST:END for many")
     simulate.add_argument("--engines", type=int, default=2, metavar="N")
@@ -233,6 +240,13 @@ def _keygen(options: argparse.Namespace) -> int:
         return OK
     write_key(options.file)
     print(f"{options.file}: a key, for the broker and its clients: --key-file {options.file}, or queue.key_file")
+    return OK
+
+
+def _install(options: argparse.Namespace) -> int:
+    from streamrl_producers.engines.install import install
+
+    print(install(options.kind, cpu=options.cpu, say=partial(print, flush=True)))
     return OK
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from streamrl_agents.config import RewardConfig, ToolFormatName
 from streamrl_learners.config import AlgorithmConfig, LearnerConfig, ModelConfig, PPOClip, TinyModel, problems
-from streamrl_producers.config import EmbeddedEngine, RolloutConfig
+from streamrl_producers.config import EmbeddedEngine, EngineConfig, RolloutConfig, SGLangEngine, VLLMEngine
 from streamrl_queue.bounds import COUNT, PROCESSES, SECONDS, Range, check_bounds
 from streamrl_queue.config import MOST_MEMBERS, Flow, QueueConfig, training_flow
 from streamrl_queue.errors import ConfigError
@@ -99,7 +99,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tasks: TasksConfig = TasksConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
-    engine: EmbeddedEngine = EmbeddedEngine()
+    engine: EngineConfig = EmbeddedEngine()
     queue: QueueConfig = QueueConfig()
     algorithm: AlgorithmConfig = PPOClip()
     model: ModelConfig = TinyModel()
@@ -164,6 +164,18 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
             f"learner.transfer is {transfer}, learner.device {device} and engine.device {config.engine.device}: NCCL "
             f"carries weights between GPUs only; use learner.transfer=gloo"
         )
+    if isinstance(config.engine, VLLMEngine):
+        yield (
+            "engine.kind: vllm: weights cannot be published to vLLM yet, and a run trains nothing without; "
+            "use engine.kind: sglang or embedded"
+        )
+    if isinstance(config.engine, SGLangEngine) and (config.rollout.top_p < 1 or config.rollout.top_k):
+        yield (
+            f"rollout.top_p is {config.rollout.top_p} and rollout.top_k {config.rollout.top_k}, but engine.kind is "
+            "sglang: its log-probs are those before top-p and top-k; use top_p=1 and top_k=0, or engine.kind: embedded"
+        )
+    if isinstance(config.engine, SGLangEngine) and transfer == "nccl":
+        yield "learner.transfer is nccl with engine.kind: sglang: weights go to it by Gloo; use learner.transfer=gloo"
     if config.rollout.temperature <= 0:
         yield (
             f"rollout.temperature is {config.rollout.temperature} but tasks.group_size is {group}: greedy attempts "

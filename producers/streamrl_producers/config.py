@@ -20,7 +20,6 @@ _ENGINE_BOUNDS: Final[dict[str, Range]] = {
     "count": PROCESSES,
     "slots": COUNT,
     "max_tokens": COUNT,
-    "step_tokens": COUNT,
     "threads": PROCESSES,
 }
 _ROLLOUT_BOUNDS: Final[dict[str, Range]] = {
@@ -33,39 +32,93 @@ _ROLLOUT_BOUNDS: Final[dict[str, Range]] = {
 }
 
 
-class EmbeddedEngine(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="embedded"
-):
-    """streamrl's own sampler on torch: Qwen2 and Llama architectures, one process per engine."""
-
+class _Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
     count: int = 1
     """Engine processes."""
     slots: int = 128
-    """Requests decoded at the same time by one engine; a slot also keeps the prefix of a session between turns."""
+    """Requests decoded at the same time by one engine; what is in a slot's KV cache serves the next turn of a session
+    as well."""
     max_tokens: int = 2048
-    """Context length of one slot, in tokens (prompt and answer together)."""
-    step_tokens: int = 2048
-    """Most tokens forwarded in one step; longer prompts are read in several. At least `slots`."""
-    kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """What running requests do when weights change: `recompute` their KV cache, or `keep` the one of the older
-    weights and record it as `context_version`. Prefixes of sessions between two turns are forgotten either way."""
+    """Context length of one request, in tokens (prompt and answer together)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and KV cache. Log-probabilities are always computed in float32."""
     threads: int = 1
-    """torch threads of one engine. Two threads on two shared cores are slower than one."""
+    """CPU threads of one engine. Two threads on two shared cores are slower than one."""
     device: str = "cpu"
-    """torch device, as in `cpu` or `cuda:0`."""
+    """Where an engine computes: `cpu`, `cuda` or `cuda:0`."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "engine", _ENGINE_BOUNDS)
         known = re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None
         _require(known, "engine.device", "cpu, cuda or cuda:0", self.device)
+
+
+class EmbeddedEngine(_Engine, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="embedded"):
+    """streamrl's own sampler on torch: Qwen2 and Llama architectures, one process per engine."""
+
+    step_tokens: int = 2048
+    """Most tokens forwarded in one step; longer prompts are read in several. At least `slots`."""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """What running requests do when weights change: `recompute` their KV cache, or `keep` the one of the older
+    weights and record it as `context_version`. Prefixes of sessions between two turns are forgotten either way."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bounds(self, "engine", {"step_tokens": COUNT})
         _require(
             self.step_tokens >= self.slots,
             "engine.step_tokens",
             f"at least engine.slots ({self.slots}), one token for each running request",
             self.step_tokens,
         )
+
+
+class _ServerEngine(_Engine, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+    python: str | None = None
+    """Python of the environment that the server is started in. Without it, the one that `streamrl engines install`
+    made."""
+    urls: tuple[str, ...] = ()
+    """Addresses of servers that run already, one for each engine, as in `http://127.0.0.1:30000`; none is started."""
+    arguments: tuple[str, ...] = ()
+    """More arguments of the server's command line."""
+    start_seconds: float = 600.0
+    """Within this time a server must be ready. On a crowded machine without a GPU it takes minutes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bounds(self, "engine", {"start_seconds": SECONDS})
+        for url in self.urls:
+            _require(url.startswith(("http://", "https://")), "engine.urls", "http://HOST:PORT each", url)
+        if self.urls:
+            _require(
+                self.count == len(self.urls), "engine.count", f"{len(self.urls)}, one for each of urls", self.count
+            )
+            ignored = [name for name in ("python", "arguments") if getattr(self, name)]
+            _require(
+                not ignored, "engine.urls", f"no engine.{' and engine.'.join(ignored)}: nothing is started", self.urls
+            )
+
+
+class SGLangEngine(
+    _ServerEngine, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="sglang"
+):
+    """SGLang, as a server in a Python environment of its own."""
+
+    @property
+    def kind(self) -> Literal["sglang"]:
+        return "sglang"
+
+
+class VLLMEngine(_ServerEngine, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="vllm"):
+    """vLLM, as a server in a Python environment of its own. Weights are not published to it yet."""
+
+    @property
+    def kind(self) -> Literal["vllm"]:
+        return "vllm"
+
+
+ServerEngine = SGLangEngine | VLLMEngine
+EngineConfig = EmbeddedEngine | SGLangEngine | VLLMEngine
 
 
 class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

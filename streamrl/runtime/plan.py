@@ -12,7 +12,7 @@ from .rundir import RunDirectory
 from .supervisor import RoleSpec
 
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors")
-"""What the learner and the embedded engine import."""
+"""What the learner and engines import."""
 
 
 def require_installed() -> None:
@@ -20,7 +20,7 @@ def require_installed() -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"engine.kind: embedded and the learner need {', '.join(missing)}, which this Python does not have; "
+            f"engines and the learner need {', '.join(missing)}, which this Python does not have; "
             f"pip install 'streamrl[train]'"
         )
 

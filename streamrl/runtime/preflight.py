@@ -12,6 +12,8 @@ from streamrl_agents.agent import load_agent, load_object, place_of
 from streamrl_agents.rewards import OUTCOME
 from streamrl_agents.template import ChatTemplate
 from streamrl_learners.config import HFModel
+from streamrl_producers.config import EmbeddedEngine
+from streamrl_producers.engines import process
 from streamrl_queue.errors import ConfigError
 from streamrl_queue.keys import find_key
 from streamrl_queue.metrics import check_metrics
@@ -30,6 +32,7 @@ def check(config: RunConfig, run: RunDirectory) -> None:
     """
     check_inputs(config, run)
     check_devices(config)
+    check_server(config)
 
 
 def check_inputs(config: RunConfig, run: RunDirectory) -> None:
@@ -58,6 +61,16 @@ def check_inputs(config: RunConfig, run: RunDirectory) -> None:
             template = ChatTemplate.load(config.model.path, tool_format=form, tools=tools)
         if agent.tools:
             template.needed_tool_format(agent.name)
+
+
+def check_server(config: RunConfig) -> None:
+    """The inference server that this run would start is installed.
+
+    Raises:
+        ConfigError: with the command that installs it.
+    """
+    if not isinstance(config.engine, EmbeddedEngine) and not config.engine.urls:
+        process.command(config.engine, Path(), 0)
 
 
 def check_devices(config: RunConfig) -> None:

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, Final, NoReturn
 import msgspec
 import trio
 
+from streamrl_producers.config import EmbeddedEngine
 from streamrl_queue.keys import find_key
 
 from ..config import RunConfig, flow_of, load_file
@@ -133,12 +134,33 @@ def broker(context: Context) -> None:
 
 
 def engine(context: Context) -> None:
-    """One embedded engine. Its endpoint is another one after a restart, so that nobody talks to a dead socket."""
-    from streamrl_producers.engines.embedded.server import run_engine
-
-    bind = f"ipc://{context.launch.sockets}/{context.name}-{os.getpid()}"
+    """One engine. Its endpoint is another one after a restart, so that nobody talks to a dead socket."""
     config = context.config.engine
-    made = partial(run_engine, context.connect, model_dir=context.run.base, config=config, bind=bind, key=context.key)
+
+    def bind(life: int = 0) -> str:
+        return f"ipc://{context.launch.sockets}/{context.name}-{os.getpid()}-{life}"
+
+    if isinstance(config, EmbeddedEngine):
+        from streamrl_producers.engines.embedded.server import run_engine
+
+        made = partial(
+            run_engine, context.connect, model_dir=context.run.base, config=config, bind=bind(), key=context.key
+        )
+    else:
+        from streamrl_producers.engines.server import run_server_engine
+
+        made = partial(
+            run_server_engine,
+            context.connect,
+            model_dir=context.run.base,
+            config=config,
+            number=context.number,
+            bind=bind,
+            log_file=context.run.logs / f"{context.name}.server.log",
+            restarts=context.config.supervision.restarts,
+            window=context.config.supervision.window_seconds,
+            key=context.key,
+        )
     trio.run(_until_sigterm, made)
 
 

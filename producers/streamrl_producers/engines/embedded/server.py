@@ -31,7 +31,7 @@ from ..protocol import EngineRequest, Generate, GenerateReply, Health
 from .architecture import Architecture
 from .batch import Batch, Request
 from .decoder import Decoder
-from .receiver import WeightReceiver
+from .receiver import EmbeddedReceiver
 from .runner import Runner
 
 REPORT_SECONDS: Final = 1.0  # gauges leave with the heartbeat, once a second
@@ -62,7 +62,7 @@ async def run_engine(
     ):
         await queue.announce(ready=False)
         engine.open(
-            WeightReceiver(
+            EmbeddedReceiver(
                 runner,
                 nursery,
                 recompute=config.kv_on_update == "recompute",
@@ -96,9 +96,9 @@ class _Engine:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self._opened = trio.Event()
-        self._receiver: WeightReceiver | None = None
+        self._receiver: EmbeddedReceiver | None = None
 
-    def open(self, receiver: WeightReceiver) -> None:
+    def open(self, receiver: EmbeddedReceiver) -> None:
         self._receiver = receiver
         self._opened.set()
 
