@@ -14,7 +14,9 @@ from typing import Any, Final
 import msgspec
 
 from streamrl_agents.config import RewardConfig, ToolFormatName
-from streamrl_learners.config import AlgorithmConfig, LearnerConfig, ModelConfig, PPOClip, TinyModel, problems
+from streamrl_learners.algorithms.checks import reach
+from streamrl_learners.algorithms.pieces import Algorithm, SoftOverlong
+from streamrl_learners.config import LearnerConfig, ModelConfig, TinyModel, problems
 from streamrl_producers.config import EmbeddedEngine, EngineConfig, RolloutConfig, SGLangEngine, VLLMEngine
 from streamrl_queue.bounds import COUNT, PROCESSES, SECONDS, Range, check_bounds
 from streamrl_queue.config import MOST_MEMBERS, Flow, QueueConfig, training_flow
@@ -101,7 +103,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reward: RewardConfig = RewardConfig()
     engine: EngineConfig = EmbeddedEngine()
     queue: QueueConfig = QueueConfig()
-    algorithm: AlgorithmConfig = PPOClip()
+    algorithm: Algorithm = Algorithm()
     model: ModelConfig = TinyModel()
     learner: LearnerConfig = LearnerConfig()
     supervision: SupervisionConfig = SupervisionConfig()
@@ -128,10 +130,20 @@ def check(config: RunConfig) -> RunConfig:
 def _contradictions(config: RunConfig) -> Iterator[str]:
     rows, group, stale = config.learner.rows_per_step, config.tasks.group_size, config.queue.max_staleness
     yield from problems(config.algorithm, config.learner, config.model, max_staleness=stale, group_size=group)
-    if tag(config.algorithm.correction) == "none" and config.queue.on_stale == "keep":
+    if config.queue.on_stale != "keep":
+        yield from reach(config.algorithm, max_lag=stale)
+    elif not config.algorithm.correction.corrects:
         yield (
-            "algorithm.correction: none with queue.on_stale: keep: rows of older policies would be trained as if "
-            "they were fresh; use correction behaviour or truncated_is, or on_stale wait or drop"
+            f"algorithm.correction: {tag(config.algorithm.correction)} with queue.on_stale: keep: rows of older "
+            "policies would be trained as if they were fresh; use another correction (streamrl algorithms lists them), "
+            "or on_stale wait or drop"
+        )
+    length = config.algorithm.length
+    if isinstance(length, SoftOverlong) and length.max_tokens - length.buffer_tokens >= config.rollout.max_tokens:
+        free = length.max_tokens - length.buffer_tokens
+        yield (
+            f"algorithm.length: soft_overlong takes nothing off rows of up to {free} tokens, but rollout.max_tokens "
+            f"is {config.rollout.max_tokens}: it would never act; lower algorithm.length.max_tokens"
         )
     if config.queue.waiting_rows < rows:
         yield (
@@ -231,7 +243,8 @@ def load_file(path: Path, overrides: Overrides = (), *, name: str | None = None)
 
 def flow_of(config: RunConfig) -> Flow:
     """The stages and bounds of the run's queue."""
-    return training_flow(config.queue, rows_per_step=config.learner.rows_per_step)
+    fewest = 2 if config.algorithm.advantage.compares else 1
+    return training_flow(config.queue, rows_per_step=config.learner.rows_per_step, min_group_members=fewest)
 
 
 def find_file(name: str | None) -> Path:

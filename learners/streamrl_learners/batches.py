@@ -19,14 +19,19 @@ from torch import Tensor
 from streamrl_queue.errors import SchemaError
 from streamrl_queue.schema import Segment, Span, arrays, segments, spans
 
-from .config import Normalise
+from .algorithms.base import Lag
+from .algorithms.lags import Lags, lag_weights
+from .algorithms.pieces import Algorithm
 
 # What a learner asks the queue for.
 COLUMNS = ("tokens", "mask", "logprobs", "versions", "segments", "sampling", "reward", "advantage")
 
 
 class Row(NamedTuple):
-    """One row of the step, as views into the Arrow batch it came in. Per-token arrays are `[tokens]`."""
+    """One row of the step, as views into the Arrow batch it came in. Per-token arrays are `[tokens]`.
+
+    `lags`: steps taken since the version that sampled each token; 0 until `aged` knows better.
+    """
 
     id: int
     tokens: npt.NDArray[np.int32]
@@ -37,6 +42,7 @@ class Row(NamedTuple):
     temperature: float
     reward: float
     advantage: float
+    lags: Lags
 
     @property
     def sampled(self) -> int:
@@ -54,7 +60,8 @@ class MicroBatch(NamedTuple):
 
     `tokens` `[sequences, positions]` int64, padded on the right. `places` `[n]` int64: index into the flattened
     tokens of the place before each sampled token. `targets` `[n]` int64, `behaviour` `[n]` nats, `advantages`,
-    `temperatures` and `weights` `[n]` float32; a weight is the token's share in the normalisation's numerator.
+    `temperatures`, `weights` and `shares` `[n]` float32; `rows` `[n]` int64, numbered from 0 without gaps; `lags` `[n]`
+    int64, steps. A token's weight is its share in the normalisation's numerator, its share that in the denominator.
     """
 
     tokens: Tensor
@@ -64,6 +71,9 @@ class MicroBatch(NamedTuple):
     advantages: Tensor
     temperatures: Tensor
     weights: Tensor
+    shares: Tensor
+    rows: Tensor
+    lags: Tensor
 
     def to(self, device: torch.device) -> MicroBatch:
         return MicroBatch(*(t.to(device, non_blocking=True) for t in self))
@@ -78,20 +88,29 @@ def rows_of(batch: pa.RecordBatch) -> list[Row]:
     """
     ids = batch.column("row").to_pylist()
     sampling = [dict(pairs) for pairs in batch.column("sampling").to_pylist()]
+    tokens = arrays(batch.column("tokens"))
     columns = zip(
         ids,
-        *(arrays(batch.column(name)) for name in ("tokens", "mask", "logprobs")),
+        tokens,
+        *(arrays(batch.column(name)) for name in ("mask", "logprobs")),
         spans(batch.column("versions")),
         segments(batch.column("segments")),
         [temperature_of(row, s) for row, s in zip(ids, sampling, strict=True)],
         batch.column("reward").to_pylist(),
         batch.column("advantage").to_pylist(),
+        [np.zeros(len(one), np.int64) for one in tokens],
         strict=True,
     )
     rows = [Row(*values) for values in columns]
     for row in rows:
         _check_logprobs(row)
     return rows
+
+
+def aged(row: Row, lags: Lags, config: Lag | None) -> Row:
+    """`row` with the `lags` `[tokens]` of its tokens; one that weighs nothing is as if nobody had sampled it."""
+    trained = lag_weights(config, lags) > 0
+    return row._replace(lags=lags, mask=row.mask if trained.all() else row.mask * trained)
 
 
 def _check_logprobs(row: Row) -> None:
@@ -127,58 +146,70 @@ def plan(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return batches
 
 
-def micro_batch(rows: Iterable[Row], normalise: Normalise) -> MicroBatch:
+def micro_batch(rows: Iterable[Row], algorithm: Algorithm) -> MicroBatch:
     """Tensors of `rows`: every segment becomes a sequence. Without rows, one pass over one token that teaches nothing.
 
     Raises:
         SchemaError: for a sampled token that opens a segment: nothing predicts it.
     """
-    rows = list(rows)
-    parts = [(row, segment) for row in rows for segment in row.segments]
-    width = max((segment.end - segment.start for _, segment in parts), default=1)
+    # Sums over rows are taken by number; a row without a sampled token would leave a gap.
+    rows = [row for row in rows if row.sampled]
+    parts = [(number, row, segment) for number, row in enumerate(rows) for segment in row.segments]
+    width = max((segment.end - segment.start for _, _, segment in parts), default=1)
     tokens = np.zeros((max(len(parts), 1), width), np.int64)
     columns: list[list[npt.NDArray[Any]]] = [[np.empty(0, kind)] for kind in _KINDS]
-    for line, (row, segment) in enumerate(parts):
+    for line, (number, row, segment) in enumerate(parts):
         tokens[line, : segment.end - segment.start] = row.tokens[segment.start : segment.end]
-        for column, values in zip(columns, _sampled(row, segment, line * width, normalise), strict=True):
+        for column, values in zip(columns, _sampled(number, row, segment, line * width, algorithm), strict=True):
             column.append(values)
     flat = [torch.from_numpy(np.concatenate(c, dtype=kind)) for c, kind in zip(columns, _KINDS, strict=True)]
     return MicroBatch(torch.from_numpy(tokens), *flat)
 
 
 # Types of the per-token fields of a MicroBatch, in order.
-_KINDS: Final = (np.int64, np.int64, np.float32, np.float32, np.float32, np.float32)
+_KINDS: Final = (np.int64, np.int64, *(np.float32,) * 5, np.int64, np.int64)
 
 
-def _sampled(row: Row, segment: Segment, offset: int, normalise: Normalise) -> tuple[npt.NDArray[Any], ...]:
-    """Places, targets, behaviour, advantages, temperatures and weights of the sampled tokens of one segment."""
+def _sampled(
+    number: int, row: Row, segment: Segment, offset: int, algorithm: Algorithm
+) -> tuple[npt.NDArray[Any], ...]:
+    """The per-token fields of a MicroBatch for the sampled tokens of one segment, in order."""
     at = np.flatnonzero(row.mask[segment.start : segment.end])
     if len(at) and at[0] == 0:
         raise SchemaError(f"row {row.id}: token {segment.start} was sampled but opens a segment: nothing predicts it")
-    weight = 1.0 / row.sampled if normalise == "sequence_mean" and len(at) else 1.0
+    weight = 1.0 / row.sampled if algorithm.normalise == "sequence_mean" else 1.0
     ones, taken = np.ones(len(at)), at + segment.start
+    lags = row.lags[taken]
     return (
         at - 1 + offset,
         row.tokens[taken],
         row.logprobs[taken],
         ones * row.advantage,
         ones * row.temperature,
-        ones * weight,
+        weight * lag_weights(algorithm.lag, lags),
+        ones * row_weight(row, algorithm) / row.sampled,
+        np.full(len(at), number),
+        lags,
     )
 
 
-def row_weight(row: Row, normalise: Normalise, length: int | None) -> float:
+def row_weight(row: Row, algorithm: Algorithm) -> float:
     """What the row adds to the denominator: of the step's rows, so that the mask above and below the line is one."""
-    if normalise == "token_mean":
+    if algorithm.normalise == "token_mean":
         return float(row.sampled)
-    if normalise == "sequence_mean":
+    if algorithm.normalise == "sequence_mean":
         return float(row.sampled > 0)
-    assert length is not None  # config.problems refuses it
-    return float(length)
+    assert algorithm.normalise_length is not None  # checks.problems refuses it
+    return float(algorithm.normalise_length)
 
 
-def micro_batches(rows: Sequence[Row], budget: int, normalise: Normalise) -> Iterator[MicroBatch]:
-    """Micro-batches of the rows that carry signal; the others would add exact zeros and are left out."""
-    useful = [row for row in rows if row.has_signal]
+def is_computed(row: Row, algorithm: Algorithm) -> bool:
+    """Whether the row goes through the model: one that would add exact zeros is left out."""
+    return row.sampled > 0 if algorithm.computes_all else row.has_signal
+
+
+def micro_batches(rows: Sequence[Row], budget: int, algorithm: Algorithm) -> Iterator[MicroBatch]:
+    """Micro-batches of the rows that have to be computed."""
+    useful = [row for row in rows if is_computed(row, algorithm)]
     for indices in plan([len(row.tokens) for row in useful], budget):
-        yield micro_batch((useful[i] for i in indices), normalise)
+        yield micro_batch((useful[i] for i in indices), algorithm)

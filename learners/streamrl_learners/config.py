@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from streamrl_queue.bounds import COUNT, PROCESSES, SECONDS
 from streamrl_queue.errors import ConfigError
+
+from .algorithms import checks
+from .algorithms.pieces import Algorithm
 
 MOST: Final = int(COUNT[1])
 Positive = Annotated[int, Meta(ge=1, le=MOST)]
@@ -21,73 +23,6 @@ Processes = Annotated[int, Meta(ge=int(PROCESSES[0]), le=int(PROCESSES[1]))]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 Seconds = Annotated[float, Meta(gt=0, le=SECONDS[1])]
 Share = Annotated[float, Meta(ge=0, le=1)]
-Normalise = Literal["token_mean", "sequence_mean", "constant"]
-
-
-class Grpo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="grpo"):
-    """Advantage of a row: its reward minus the mean reward of its group (DeepSeekMath, arXiv 2402.03300, eq. 3)."""
-
-    scale: Literal["none", "std"] = "none"
-    """Divide by the group's standard deviation (`std`, GRPO), or do not (`none`, Dr. GRPO, arXiv 2503.20783)."""
-    bound: Annotated[float, Meta(gt=0)] = 10.0
-    """Largest magnitude of an advantage; larger ones are clipped to it."""
-
-
-class Rloo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="rloo"):
-    """Advantage of a row: its reward minus the mean of the *other* rows of its group (RLOO, arXiv 2402.14740)."""
-
-    bound: Annotated[float, Meta(gt=0)] = 10.0
-    """Largest magnitude of an advantage; larger ones are clipped to it."""
-
-
-AdvantageConfig = Grpo | Rloo
-
-
-class NoCorrection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="none"):
-    """Rows are taken as if the current policy had sampled them: right only when nothing is stale."""
-
-
-class Behaviour(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="behaviour"):
-    """The ratio is taken to the policy that sampled the token: pi / pi_behaviour goes into the loss."""
-
-
-class TruncatedIS(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="truncated_is"):
-    """Each token's loss is weighted by min(pi / pi_behaviour, cap), without gradient (Ionides 2008)."""
-
-    cap: Annotated[float, Meta(gt=0)] = 2.0
-    """Largest importance weight of a token."""
-
-
-CorrectionConfig = NoCorrection | Behaviour | TruncatedIS
-
-
-class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every policy loss has in common: loss_t = -w_t * L(pi / pi_prox, A_t), normalised over the step."""
-
-    advantage: AdvantageConfig = Grpo()
-    """How rewards of a group become advantages: `grpo` or `rloo`."""
-    correction: CorrectionConfig = Behaviour()
-    """How being off-policy is corrected, token by token: `none`, `behaviour` or `truncated_is`."""
-    normalise: Normalise = "token_mean"
-    """Mean over all sampled tokens of a step, over rows of each row's token mean, or a fixed length per row."""
-    normalise_length: Positive | None = None
-    """Tokens that one row counts for under `normalise: constant` (Dr. GRPO); unused otherwise."""
-
-
-class PPOClip(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="loss", tag="ppo_clip"):
-    """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7), with DAPO's asymmetric clip (arXiv 2503.14476)."""
-
-    clip: Annotated[float, Meta(gt=0, lt=1)] = 0.2
-    """How far the ratio may fall below 1 before it stops to matter."""
-    clip_high: Annotated[float, Meta(gt=0)] | None = 0.28
-    """How far the ratio may rise above 1; null means the same as `clip`."""
-
-
-class Reinforce(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="loss", tag="reinforce"):
-    """The policy gradient (Williams 1992): L = ratio * A, whose gradient is A * grad log pi where the ratio is 1."""
-
-
-AlgorithmConfig = PPOClip | Reinforce
 
 
 class WarmStart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -192,38 +127,21 @@ class LearnerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def problems(
-    algorithm: AlgorithmConfig, learner: LearnerConfig, model: ModelConfig, *, max_staleness: int, group_size: int
+    algorithm: Algorithm, learner: LearnerConfig, model: ModelConfig, *, max_staleness: int, group_size: int
 ) -> tuple[str, ...]:
     """What cannot work together, one sentence each, naming both fields and what to do. Pure."""
-    found: list[str] = []
-    if isinstance(algorithm.correction, NoCorrection) and max_staleness > 0:
-        found.append(
-            f"algorithm.correction: none with queue.max_staleness: {max_staleness}: rows up to {max_staleness} steps "
-            "old would be trained as if they were fresh; use correction behaviour or truncated_is, or max_staleness 0"
-        )
-    if group_size < 2:
-        found.append(
-            f"algorithm.advantage: {_tag(algorithm.advantage)} with tasks.group_size: {group_size}: "
-            "a group baseline needs group_size >= 2, or no row ever has an advantage"
-        )
+    found = list(checks.problems(algorithm, max_staleness=max_staleness, group_size=group_size))
     if learner.rows_per_step % group_size:
         below = learner.rows_per_step // group_size * group_size
         found.append(
             f"learner.rows_per_step: {learner.rows_per_step} is not a multiple of tasks.group_size: {group_size}; "
             f"use {below or group_size} or {below + group_size}"
         )
-    if algorithm.normalise == "constant" and algorithm.normalise_length is None:
-        found.append("algorithm.normalise: constant needs algorithm.normalise_length (tokens per row); got null")
-    if algorithm.normalise != "constant" and algorithm.normalise_length is not None:
-        found.append(
-            f"algorithm.normalise_length: {algorithm.normalise_length} has no effect with "
-            f"algorithm.normalise: {algorithm.normalise}; remove it or use constant"
-        )
     return (*found, *_kernel_problems(learner, model), *_model_problems(model))
 
 
 def check(
-    algorithm: AlgorithmConfig, learner: LearnerConfig, model: ModelConfig, *, max_staleness: int, group_size: int
+    algorithm: Algorithm, learner: LearnerConfig, model: ModelConfig, *, max_staleness: int, group_size: int
 ) -> None:
     """Refuse a configuration that cannot work.
 
@@ -260,7 +178,3 @@ def _model_problems(model: ModelConfig) -> list[str]:
     if model.heads % model.kv_heads:
         found.append(f"model.kv_heads: {model.kv_heads} must divide model.heads: {model.heads}")
     return found
-
-
-def _tag(config: Struct) -> str:
-    return str(msgspec.to_builtins(config)["kind"])

@@ -11,8 +11,9 @@ import torch
 import trio
 
 from .algorithms.metrics import Tally
+from .algorithms.pieces import Algorithm
 from .checkpoint import Checkpoints, export
-from .config import AlgorithmConfig, LearnerConfig, ModelConfig, TinyModel
+from .config import LearnerConfig, ModelConfig, TinyModel
 from .fsdp import device_of, gather, shard
 from .ledger import Ledger
 from .loop import Training, train
@@ -41,7 +42,7 @@ def run_learner(
     world: int = 1,
     store: str | None = None,
     config: LearnerConfig,
-    algorithm: AlgorithmConfig,
+    algorithm: Algorithm,
     model: ModelConfig,
     model_dir: Path,
     run_dir: Path,
@@ -63,7 +64,7 @@ def run_learner(
         world: number of learner processes.
         store: `host:port` at which rank 0 hosts the ranks' rendezvous; needed when `world` > 1.
         config: optimiser, step size, deadlines.
-        algorithm: advantages, loss and correction.
+        algorithm: the pieces, and how they are combined.
         model: what is trained.
         model_dir: holds `config.json` and the tokenizer; a warm start leaves `model.safetensors` there.
         run_dir: gets `checkpoints/`, and `model/` when all steps are done.
@@ -143,7 +144,7 @@ def _training(
     policy: Policy,
     publisher: Publisher,
     config: LearnerConfig,
-    algorithm: AlgorithmConfig,
+    algorithm: Algorithm,
     run_dir: Path,
     should_stop: Callable[[], bool],
     emit: Emit,

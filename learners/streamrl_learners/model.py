@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from streamrl_queue.errors import ConfigError, WeightError
 
 from . import tiny
+from .algorithms.penalties import entropy
 from .batches import MicroBatch
 from .config import HFModel, LearnerConfig, ModelConfig
 from .files import replace_file
@@ -33,8 +34,13 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(self, tokens: Tensor, places: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, places: Tensor, targets: Tensor, temperatures: Tensor, with_entropy: bool = False
+    ) -> Tensor:
         """Log-probs `[n]` (nats, float32 or wider) of `targets` `[n]` at `temperatures` `[n]`.
+
+        With entropy, `[2, n]`: below them the entropy of the distribution at each place, nats. It keeps two more
+        tensors of the logits' size for the backward pass.
 
         `tokens` `[sequences, positions]` are padded on the right: causal attention never looks at what follows,
         so no attention mask is needed. `places` `[n]` index the flattened tokens. Temperature divides the
@@ -45,7 +51,7 @@ class Policy(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
         chosen = logits.gather(1, targets[:, None])[:, 0]
         result: Tensor = chosen - logits.logsumexp(1)
-        return result
+        return torch.stack([result, entropy(logits)]) if with_entropy else result
 
     @property
     def vocab_size(self) -> int:
@@ -56,6 +62,12 @@ def token_logprobs(policy: nn.Module, micro: MicroBatch) -> Tensor:
     """Current log-probs `[n]` of the sampled tokens of a micro-batch, under the distribution they were sampled from."""
     result: Tensor = policy(micro.tokens, micro.places, micro.targets, micro.temperatures)
     return result
+
+
+def token_logprobs_and_entropy(policy: nn.Module, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    """What `token_logprobs` gives, and the entropy `[n]` (nats) of each distribution."""
+    both: Tensor = policy(micro.tokens, micro.places, micro.targets, micro.temperatures, with_entropy=True)
+    return both[0], both[1]
 
 
 def sequence_logprobs(policy: nn.Module, tokens: Tensor) -> Tensor:

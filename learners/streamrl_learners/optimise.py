@@ -34,7 +34,8 @@ class Optimiser:
     def step(self, step: int) -> dict[str, float]:
         """Apply the gradients summed since the last step, and tell what the step looked like. Collective.
 
-        A step in which no sampled token has an advantage leaves weights and moments alone: `skipped` is 1.
+        A step in which no sampled token has an advantage, or none is left by rejection and masks, leaves weights and
+        moments alone, whatever an entropy bonus asks for: `skipped` is 1.
 
         Raises:
             NotFinite: for a loss or gradient that is NaN or infinite, naming the step.
@@ -45,8 +46,8 @@ class Optimiser:
             raise NotFinite(
                 f"step {step}: loss: expected a finite number, got {total.sums['loss']} {self._clues(report)}"
             )
-        if total.sums["computed"]:
-            report["grad_norm"] = self._apply(step, total.sums["weight"], report)
+        if total.sums["signal"]:
+            report["grad_norm"] = self._apply(step, total.denominator, report)
         else:
             report["skipped"] = 1.0
         self.adamw.zero_grad(set_to_none=True)
@@ -93,10 +94,12 @@ class Progress:
             return
         rows = sum(r["rows"] for r in self._fruitless)
         empty = sum(r["empty_rows"] for r in self._fruitless)
+        rejected = sum(r["rejected_rows"] for r in self._fruitless)
+        signal = sum(r["rows"] * r["signal_share"] for r in self._fruitless)
         rewards = [r["reward_mean"] for r in self._fruitless]
         raise NoProgress(
             f"{self._limit} consecutive steps ({step - self._limit + 1} to {step}) produced no training signal: "
-            f"{rows:.0f} rows, {rows - empty:.0f} with advantage 0, {empty:.0f} without a sampled token; mean rewards "
-            f"{min(rewards):.3g} to {max(rewards):.3g}. Rewards of a group must differ: look at the task's difficulty "
-            "and the reward function, or raise learner.no_signal_steps"
+            f"{rows:.0f} rows, {rows - empty - signal:.0f} with advantage 0, {empty:.0f} without a sampled token, "
+            f"{rejected:.0f} rejected; mean rewards {min(rewards):.3g} to {max(rewards):.3g}. Rewards of a group must "
+            "differ: look at the task's difficulty and the reward function, or raise learner.no_signal_steps"
         )

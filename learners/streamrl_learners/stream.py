@@ -13,14 +13,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import torch
 
 from streamrl_queue.errors import DeadlineExceeded, SchemaError
 
+from .algorithms.advantages import standardised
+from .algorithms.lags import Lags
 from .algorithms.metrics import Tally
-from .batches import COLUMNS, MicroBatch, Row, micro_batch, micro_batches, plan, row_weight, rows_of
-from .config import AlgorithmConfig, LearnerConfig
+from .algorithms.pieces import Algorithm
+from .batches import (
+    COLUMNS,
+    MicroBatch,
+    Row,
+    aged,
+    is_computed,
+    micro_batch,
+    micro_batches,
+    plan,
+    row_weight,
+    rows_of,
+)
+from .config import LearnerConfig
 from .ranks import Ranks
 
 if TYPE_CHECKING:
@@ -70,7 +85,7 @@ class Stream:
         self,
         queue: BlockingTransferQueue,
         config: LearnerConfig,
-        algorithm: AlgorithmConfig,
+        algorithm: Algorithm,
         tally: Tally,
         *,
         ranks: Ranks | None = None,
@@ -106,6 +121,8 @@ class Stream:
     def micro_batches(self, step: int) -> Iterator[MicroBatch]:
         """The micro-batches of `step`, as rows get ready; ends when `rows_per_step` rows are in, or on a stop.
 
+        An advantage that is standardised over the step is known when all its rows are in: the micro-batches come then.
+
         Consumes rows that are ready to learn. Produces micro-batches and, in the tally, what the rows tell. Waits
         for the queue. Unblocked by rows, by `should_stop` (then `stopped` is set and the rows are given back), or by
         `wait_seconds` without a row.
@@ -116,6 +133,7 @@ class Stream:
         """
         self._step, self._taken, self._leases, self.idle_seconds = step, [], [], 0.0
         last_row = self._fed = self._clock()
+        held: list[list[Row]] = []
         while len(self._taken) < self._config.rows_per_step:
             batch, word = self._next_round(step)
             if word.turn is Turn.STOP:
@@ -128,7 +146,13 @@ class Stream:
                 continue
             last_row = self._fed = self._clock()
             self._taken += [row for rows in word.batches for row in rows]
-            yield from (micro.to(self._device) for micro in self._materialise(word, batch))
+            parts = self._materialise(word, batch)
+            if self._algorithm.advantage.standardises:
+                held += parts
+            else:
+                yield from self._packed(parts)
+        if self._algorithm.advantage.standardises:
+            yield from self._packed(self._standardised(held))
 
     def rows(self, step: int) -> list[int]:
         """The ids of all rows of `step`, on every rank; it must be the step last assembled."""
@@ -198,27 +222,42 @@ class Stream:
         batches = [tuple(lease.rows[i].row for i in batch) for batch in plan(lengths, self._config.micro_batch_tokens)]
         return (*batches, *[()] * (-len(batches) % self._ranks.world))
 
-    def _materialise(self, word: Round, batch: pa.RecordBatch | None) -> Iterator[MicroBatch]:
-        """Micro-batches of this rank in one round."""
+    def _materialise(self, word: Round, batch: pa.RecordBatch | None) -> list[list[Row]]:
+        """The rows of this rank in one round, a list for each of its micro-batches; alone, all in one."""
         mine = word.batches[self._ranks.rank :: self._ranks.world]
         ids = [row for rows in mine for row in rows]
         if batch is None and ids:
             batch = self._queue.fetch(ids, COLUMNS)
-        rows = {row.id: row for row in rows_of(batch)} if batch is not None else {}
-        self._count(rows.values())
-        normalise = self._algorithm.normalise
-        if self._ranks.world == 1:
-            yield from micro_batches(list(rows.values()), self._config.micro_batch_tokens, normalise)
-        else:
-            for part in mine:
-                yield micro_batch((rows[id] for id in part if rows[id].has_signal), normalise)
+        found = rows_of(batch) if batch is not None else []
+        rows = {row.id: aged(row, self._lags(row), self._algorithm.lag) for row in found}
+        return [[rows[id] for id in part] for part in mine]
+
+    def _standardised(self, parts: list[list[Row]]) -> list[list[Row]]:
+        """The rows of a step that was held, with advantages that are standardised over it. Collective."""
+        rows = [row for part in parts for row in part]
+        values, tokens = [row.advantage for row in rows], [row.sampled for row in rows]
+        advantages = iter(standardised(self._algorithm.advantage, values, tokens, self._ranks.summed).tolist())
+        new = [[row._replace(advantage=next(advantages)) for row in part] for part in parts]
+        return new if self._ranks.world > 1 else [[row for part in new for row in part]]
+
+    def _packed(self, parts: Iterable[list[Row]]) -> Iterator[MicroBatch]:
+        """The micro-batches of `parts`: one each, or alone as many as the budget asks for."""
+        for part in parts:
+            self._count(part)
+            if self._ranks.world == 1:
+                micros = micro_batches(part, self._config.micro_batch_tokens, self._algorithm)
+            else:
+                # One forward pass for each part, on every rank, even if nothing of it has to be computed.
+                computed = [row for row in part if is_computed(row, self._algorithm)]
+                micros = iter((micro_batch(computed, self._algorithm),))
+            yield from (micro.to(self._device) for micro in micros)
 
     def _count(self, rows: Iterable[Row]) -> None:
         for row in rows:
             lag = self.lag(row)
             self._tally.add(
                 rows=1,
-                weight=row_weight(row, self._algorithm.normalise, self._algorithm.normalise_length),
+                weight=row_weight(row, self._algorithm),
                 sampled_tokens=row.sampled,
                 tokens=len(row.tokens),
                 reward=row.reward,
@@ -235,6 +274,13 @@ class Stream:
         """
         oldest = min((self._step_of(span.version, row.id) for span in row.spans), default=self._step - 1)
         return max(0, self._step - 1 - oldest)
+
+    def _lags(self, row: Row) -> Lags:
+        """The lag of each token `[tokens]`; 0 before the first span, where nothing was sampled."""
+        lags = np.zeros(len(row.tokens), np.int64)
+        for span in row.spans:
+            lags[span.start :] = max(0, self._step - 1 - self._step_of(span.version, row.id))
+        return lags
 
     def _step_of(self, version: int, row: int) -> int:
         if version not in self._steps:

@@ -14,6 +14,7 @@ from torch import nn
 
 from streamrl_queue.schema import Segment
 
+from .algorithms.pieces import Algorithm
 from .batches import MicroBatch, Row, micro_batch
 from .config import WarmStart
 from .model import Policy, token_logprobs
@@ -81,8 +82,9 @@ def demonstrations(episodes: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.ui
                 temperature=1.0,
                 reward=math.nan,
                 advantage=math.nan,
+                lags=np.zeros(len(ids), np.int64),
             )
             for number, (ids, mask) in enumerate(episodes)
         ],
-        "token_mean",
+        Algorithm(),
     )

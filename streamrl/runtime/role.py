@@ -193,7 +193,7 @@ def scorer(context: Context) -> None:
     async def body() -> None:
         async with context.connect() as queue, trio.open_nursery() as nursery:
             nursery.start_soon(run_reward_worker, queue, functions, config.reward)
-            nursery.start_soon(run_advantage_worker, queue, config.algorithm.advantage)
+            nursery.start_soon(run_advantage_worker, queue, config.algorithm.advantage, config.algorithm.length)
 
     trio.run(_until_sigterm, body)
 

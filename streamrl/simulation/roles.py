@@ -12,7 +12,7 @@ import trio
 
 from streamrl_agents.rewards import Scorer, run_reward_worker
 from streamrl_learners.advantage_worker import run_advantage_worker
-from streamrl_learners.config import Grpo
+from streamrl_learners.algorithms.pieces import Grpo
 from streamrl_producers.config import RolloutConfig
 from streamrl_producers.producer import run_producer
 from streamrl_queue import TransferQueue

@@ -66,7 +66,8 @@ def make_row(id: int, seed: int | None = None, **changes: Any) -> Row:
         "reward": float(rng.random()),
         "advantage": float(rng.standard_normal()),
     }
-    return Row(**(values | changes))
+    values |= changes
+    return Row(**(values | {"lags": changes.get("lags", np.zeros(len(values["tokens"]), np.int64))}))
 
 
 def make_batch(rows: Sequence[Row]) -> pa.RecordBatch:

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from streamrl_learners.advantage_worker import run_advantage_worker
-from streamrl_learners.config import Grpo
+from streamrl_learners.algorithms.pieces import Grpo
 from streamrl_queue import Lease, TransferQueue
 from streamrl_queue.batches import RowKeys
 from streamrl_queue.errors import LeaseExpired

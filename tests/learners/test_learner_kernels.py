@@ -15,8 +15,9 @@ from learner_fakes import make_policy, make_row, write_model_dir
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2 import modeling_qwen2
 
+from streamrl_learners.algorithms.pieces import Algorithm
 from streamrl_learners.batches import micro_batch
-from streamrl_learners.config import HFModel, LearnerConfig, ModelConfig, PPOClip, TinyModel, problems
+from streamrl_learners.config import HFModel, LearnerConfig, ModelConfig, TinyModel, problems
 from streamrl_learners.model import build, save_weights, token_logprobs
 from streamrl_queue.errors import ConfigError
 
@@ -25,7 +26,7 @@ HALF = HFModel(path="models/qwen", dtype="bfloat16")
 
 
 def found(model: ModelConfig, **learner: Any) -> str:
-    return "\n".join(problems(PPOClip(), LearnerConfig(**learner), model, max_staleness=2, group_size=8))
+    return "\n".join(problems(Algorithm(), LearnerConfig(**learner), model, max_staleness=2, group_size=8))
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ def test_the_attention_that_was_chosen_goes_to_transformers(model_dir: Path, mon
 
 
 def test_without_kernels_a_model_directory_has_the_log_probs_of_its_weights(model_dir: Path) -> None:
-    micro = micro_batch([make_row(i) for i in range(4)], "token_mean")
+    micro = micro_batch([make_row(i) for i in range(4)], Algorithm())
     policy = build(HFModel(path=str(model_dir)), model_dir, 0)
     assert policy.lm.config._attn_implementation == "sdpa"
     torch.testing.assert_close(token_logprobs(policy, micro), token_logprobs(make_policy(seed=5), micro))
@@ -152,7 +153,7 @@ LACKING = [name for name in ("flash_attn", "liger_kernel") if importlib.util.fin
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_flash_attention_and_liger_give_the_log_probs_of_sdpa(model_dir: Path, pristine_qwen2: None) -> None:
     """Each is compared with the same weights in 32 bits: kernels may round about as much as bfloat16 does anyway."""
-    micro = micro_batch([make_row(i, temperature=t) for i, t in enumerate((1.0, 0.6, 1.7, 1.0))], "token_mean")
+    micro = micro_batch([make_row(i, temperature=t) for i, t in enumerate((1.0, 0.6, 1.7, 1.0))], Algorithm())
     exact = token_logprobs(make_policy(seed=5), micro)
     half = HFModel(path=str(model_dir), dtype="bfloat16")
     errors = {}

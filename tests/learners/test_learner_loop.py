@@ -9,8 +9,9 @@ import torch
 from learner_fakes import FakeQueue, make_policy, make_row
 
 from streamrl_learners.algorithms.metrics import Tally
+from streamrl_learners.algorithms.pieces import Algorithm
 from streamrl_learners.checkpoint import Checkpoints, complete_steps
-from streamrl_learners.config import LearnerConfig, PPOClip
+from streamrl_learners.config import LearnerConfig
 from streamrl_learners.ledger import Ledger
 from streamrl_learners.loop import Training, train
 from streamrl_learners.objective import Objective
@@ -39,8 +40,8 @@ def make_training(queue: FakeQueue, tmp_path, *, should_stop=lambda: False, **ch
     publisher = FakePublisher(queue.log)
     training = Training(
         policy=policy,
-        stream=Stream(queue, config, PPOClip(), tally, should_stop=should_stop),
-        objective=Objective(PPOClip(), tally),
+        stream=Stream(queue, config, Algorithm(), tally, should_stop=should_stop),
+        objective=Objective(Algorithm(), tally),
         optimiser=optimiser,
         ledger=Ledger(queue, checkpoints, policy, optimiser.adamw, ranks, every=config.checkpoint_every),
         publisher=publisher,

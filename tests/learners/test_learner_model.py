@@ -7,6 +7,7 @@ import pytest
 import torch
 from learner_fakes import VOCAB, make_policy, make_row, write_model_dir
 
+from streamrl_learners.algorithms.pieces import Algorithm
 from streamrl_learners.batches import micro_batch
 from streamrl_learners.config import TinyModel
 from streamrl_learners.model import (
@@ -33,7 +34,7 @@ def plain_logprobs(policy, tokens: np.ndarray, temperature: float) -> torch.Tens
 def test_padded_and_sorted_rows_get_the_log_probs_of_rows_alone():
     policy = make_policy(dtype=torch.float64)
     rows = [make_row(i, temperature=t) for i, t in enumerate((1.0, 0.6, 1.7, 1.0))]
-    got = token_logprobs(policy, micro_batch(rows, "token_mean"))
+    got = token_logprobs(policy, micro_batch(rows, Algorithm()))
     wanted = torch.cat([plain_logprobs(policy, r.tokens, r.temperature)[np.flatnonzero(r.mask) - 1] for r in rows])
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
 
@@ -42,7 +43,7 @@ def test_at_temperature_0_6_a_row_sampled_by_this_policy_has_ratio_one():
     policy = make_policy()
     row = make_row(4, temperature=0.6)
     sampled = plain_logprobs(policy, row.tokens, 0.6)[np.flatnonzero(row.mask) - 1]
-    ratio = (token_logprobs(policy, micro_batch([row], "token_mean")) - sampled.float()).exp()
+    ratio = (token_logprobs(policy, micro_batch([row], Algorithm())) - sampled.float()).exp()
     torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=1e-3)
 
 
@@ -57,20 +58,20 @@ def test_positions_and_attention_start_anew_in_each_segment():
         logprobs=np.concatenate([first.logprobs, second.logprobs]),
         segments=(Segment(0, n), Segment(n, n + len(second.tokens))),
     )
-    joined = token_logprobs(policy, micro_batch([both], "token_mean"))
-    alone = [token_logprobs(policy, micro_batch([row], "token_mean")) for row in (first, second)]
+    joined = token_logprobs(policy, micro_batch([both], Algorithm()))
+    alone = [token_logprobs(policy, micro_batch([row], Algorithm())) for row in (first, second)]
     torch.testing.assert_close(joined, torch.cat(alone), rtol=0, atol=1e-12)
 
 
 def test_one_token_rows_have_nothing_to_predict():
     row = make_row(1, tokens=np.array([3], np.int32), mask=np.zeros(1, np.uint8), segments=(Segment(0, 1),))
-    assert len(token_logprobs(make_policy(), micro_batch([row], "token_mean"))) == 0
+    assert len(token_logprobs(make_policy(), micro_batch([row], Algorithm()))) == 0
 
 
 def test_a_pass_without_sampled_tokens_still_reaches_every_parameter():
     """Ranks under FSDP must take the same collectives; an empty micro-batch takes them all."""
     policy = make_policy()
-    token_logprobs(policy, micro_batch([], "token_mean")).sum().backward()
+    token_logprobs(policy, micro_batch([], Algorithm())).sum().backward()
     gradients = [p.grad for p in policy.parameters()]
     assert all(g is not None and bool((g == 0).all()) for g in gradients)
 

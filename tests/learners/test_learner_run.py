@@ -21,8 +21,9 @@ from learner_engines import FakeEngine
 from learner_fakes import VOCAB, free_address, write_model_dir
 
 from streamrl_learners.advantage_worker import run_advantage_worker
+from streamrl_learners.algorithms.pieces import Algorithm, Grpo
 from streamrl_learners.checkpoint import complete_steps
-from streamrl_learners.config import Grpo, LearnerConfig, PPOClip, TinyModel, WarmStart
+from streamrl_learners.config import LearnerConfig, TinyModel, WarmStart
 from streamrl_learners.learner import run_learner
 from streamrl_queue import BlockingTransferQueue, QueueConfig, Task, TransferQueue, open_broker, training_flow
 from streamrl_queue.errors import WeightError
@@ -155,7 +156,7 @@ def learn(
 
 def train(queue: BlockingTransferQueue, run_dir: Path, **options: Any) -> None:
     """`run_learner` with this file's settings."""
-    defaults = {"config": CONFIG, "algorithm": PPOClip(), "model": TINY, "demonstrations": demonstrate, "seed": 1}
+    defaults = {"config": CONFIG, "algorithm": Algorithm(), "model": TINY, "demonstrations": demonstrate, "seed": 1}
     run_learner(queue, **(defaults | options), model_dir=run_dir / "base", run_dir=run_dir)
 
 

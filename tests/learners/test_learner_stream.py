@@ -6,10 +6,12 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
+import torch
 from learner_fakes import FakeQueue, make_row
 
 from streamrl_learners.algorithms.metrics import Tally
-from streamrl_learners.config import LearnerConfig, PPOClip
+from streamrl_learners.algorithms.pieces import Algorithm, ReinforcePlusPlus
+from streamrl_learners.config import LearnerConfig
 from streamrl_learners.ranks import Ranks
 from streamrl_learners.stream import Round, Stream, Turn
 from streamrl_queue import Version
@@ -21,7 +23,7 @@ ROWS = [make_row(i) for i in range(20)]
 
 def make_stream(queue: FakeQueue, tally: Tally | None = None, **options) -> Stream:
     config = LearnerConfig(rows_per_step=8, micro_batch_tokens=options.pop("budget", 4096), wait_seconds=5.0)
-    return Stream(queue, config, PPOClip(), tally or Tally(), **options)
+    return Stream(queue, config, Algorithm(), tally or Tally(), **options)
 
 
 def test_a_micro_batch_is_made_of_what_is_ready():
@@ -219,3 +221,27 @@ def test_every_rank_gets_the_same_number_of_micro_batches():
     assert all(count % 2 == 0 for count in dealt)
     assert len(mine) == sum(dealt) / 2
     assert () in ranks.said[0].batches
+
+
+def test_a_step_whose_advantages_are_standardised_is_held_until_it_is_whole():
+    queue, tally = FakeQueue(ROWS, arrivals=[3, 2, 3]), Tally()
+    algorithm = Algorithm(advantage=ReinforcePlusPlus())
+    stream = Stream(queue, LearnerConfig(rows_per_step=8, micro_batch_tokens=40), algorithm, tally)
+    first = next(batches := stream.micro_batches(1))
+    assert sum(entry[2] for entry in queue.log if entry[0] == "lease") == 8
+    micros = [first, *batches]
+    assert len(micros) > 1
+    advantages = torch.cat([micro.advantages for micro in micros]).double()
+    assert float(advantages.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(advantages.std(correction=0)) == pytest.approx(1, abs=1e-6)
+    assert tally.sums["rows"] == tally.sums["signal_rows"] == 8
+
+
+def test_each_token_has_the_lag_of_its_own_version():
+    row = make_row(3)
+    n = len(row.tokens)
+    row = row._replace(spans=(Span(0, 1, 1), Span(n // 2, 2, 1)), advantage=1.0)
+    versions = tuple(Version(id=i, step=i - 1, parent=None, digest="") for i in (1, 2))
+    stream = Stream(FakeQueue([row], versions=versions), LearnerConfig(rows_per_step=1), Algorithm(), Tally())
+    (micro,) = stream.micro_batches(5)
+    assert micro.lags.tolist() == [4 if t < n // 2 else 3 for t in range(n) if row.mask[t]]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamrl import explain, settings
-from streamrl.config import RunConfig, find_file, load_file, resolve, to_yaml
+from streamrl.config import RunConfig, find_file, flow_of, load_file, resolve, to_yaml
 from streamrl_queue.config import QueueConfig
 from streamrl_queue.errors import ConfigError
 
@@ -36,11 +36,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, said: st
 
 
 def test_an_option_that_the_chosen_kind_would_ignore_is_refused_naming_its_keys() -> None:
-    said = refusal("algorithm={loss: reinforce, clip: 0.3}")
-    assert "algorithm.clip" in said
-    assert "loss: reinforce" in said
-    assert "its keys are advantage, correction" in said
-    assert "where a file sets it, write algorithm={loss: reinforce} to replace the whole block" in said
+    said = refusal("algorithm.loss={kind: cispo, dual_clip: 3.0}")
+    assert "algorithm.loss.dual_clip: kind: cispo has no key dual_clip and would ignore it" in said
+    assert "its keys are clip, clip_high;" in said
+    assert "where a file sets it, write algorithm.loss={kind: cispo} to replace the whole block" in said
     file = {**ENV, "model": {"kind": "tiny", "max_positions": 128}}
     with pytest.raises(
         ConfigError, match=r"leave max_positions out; where a file sets it, write model=\{kind: hf, path: …"
@@ -53,6 +52,13 @@ def test_an_option_that_the_chosen_kind_would_ignore_is_refused_naming_its_keys(
     ("overrides", "both"),
     [
         (["algorithm.correction=none"], ("algorithm.correction", "queue.max_staleness")),
+        (
+            ["algorithm={loss: reinforce, correction: none}", "queue={max_staleness: 0, on_stale: keep}"],
+            ("algorithm.correction", "queue.on_stale"),
+        ),
+        (["algorithm.correction=truncated_is"], ("algorithm.loss", "algorithm.correction")),
+        (["algorithm.lag=mask", "queue.max_staleness=1"], ("algorithm.lag", "queue.max_staleness")),
+        (["algorithm.length={kind: soft_overlong, max_tokens: 9999, buffer_tokens: 9}"], ("length", "rollout.max_to")),
         (["tasks.group_size=1"], ("algorithm.advantage", "tasks.group_size")),
         (["learner.rows_per_step=60"], ("learner.rows_per_step", "tasks.group_size")),
         (["queue.waiting_rows=8"], ("queue.waiting_rows", "learner.rows_per_step")),
@@ -118,8 +124,24 @@ def test_nan_is_within_no_bounds_where_no_file_is_read_either(field: str) -> Non
 
 
 def test_asynchrony_without_a_correction_is_allowed_only_when_nothing_is_stale() -> None:
-    config = resolve(ENV, ["model.max_positions=2048", "algorithm.correction=none", "queue.max_staleness=0"])
+    fresh = ["model.max_positions=2048", "queue.max_staleness=0"]
+    config = resolve(ENV, [*fresh, "algorithm.loss=reinforce", "algorithm.correction=none"])
     assert config.queue.max_staleness == 0
+
+
+def test_a_row_alone_in_its_group_is_handed_on_where_nothing_is_compared() -> None:
+    alone = ["model.max_positions=2048", "tasks.group_size=1", "algorithm.advantage=reinforce_plus_plus"]
+    stages = {stage.name: stage for stage in flow_of(resolve(ENV, alone)).stages}
+    assert stages["advantage"].min_members == 1
+    stages = {stage.name: stage for stage in flow_of(resolve(ENV, alone[:1])).stages}
+    assert stages["advantage"].min_members == 2
+
+
+def test_a_piece_is_chosen_on_or_off() -> None:
+    said = ["model.max_positions=2048", "algorithm.rejection={kind: geometric, high: 1.1}", "algorithm.lag=mask"]
+    config = resolve(ENV, said)
+    assert settings.plain(config)["algorithm"]["rejection"] == {"kind": "geometric", "low": 0.99, "high": 1.1}
+    assert resolve(settings.plain(config), ["algorithm.rejection=null"]).algorithm.rejection is None
 
 
 def test_a_value_of_the_wrong_type_is_refused_with_its_key() -> None:
@@ -127,7 +149,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_key() -> None:
 
 
 def test_an_unknown_kind_is_refused_with_the_kinds_there_are() -> None:
-    assert "expected one of ppo_clip, reinforce" in refusal("algorithm.loss=ppo")
+    assert "expected one of ppo_clip, reinforce, gspo, cispo" in refusal("algorithm.loss=ppo")
 
 
 def test_scientific_notation_is_a_number() -> None:
@@ -150,8 +172,9 @@ def test_an_override_through_a_plain_value_says_what_to_write() -> None:
 
 
 def test_a_plain_string_chooses_a_kind_with_its_defaults() -> None:
-    config = resolve(ENV, ["model.max_positions=2048", "algorithm.correction=truncated_is"])
-    assert settings.plain(config)["algorithm"]["correction"] == {"kind": "truncated_is", "cap": 2.0}
+    said = ["model.max_positions=2048", "algorithm.loss=reinforce", "algorithm.correction=truncated_is"]
+    corrected = settings.plain(resolve(ENV, said))["algorithm"]["correction"]
+    assert corrected == {"kind": "truncated_is", "level": "token", "cap": 2.0}
 
 
 @pytest.mark.parametrize("name", ["demo", "calc"])
@@ -177,10 +200,10 @@ def test_a_missing_file_is_refused_with_the_names_of_the_shipped_ones() -> None:
 def test_every_key_is_explained_once_for_each_kind_that_it_means_something_else_for() -> None:
     found = list(explain.keys(RunConfig))
     assert [key.path for key in found if not key.meaning] == []
+    assert len({(key.path, key.kind) for key in found}) == len(found)
     kinds = {key.path: key.kind for key in found}
-    assert len(kinds) == len(found)
     assert kinds["algorithm.normalise"] == kinds["algorithm.advantage.bound"] == ""
-    assert kinds["algorithm.clip"] == "loss: ppo_clip"
+    assert kinds["algorithm.loss.dual_clip"] == "kind: ppo_clip"
     assert kinds["tracking[].uri"] == "kind: mlflow"
 
 
