@@ -89,7 +89,7 @@ def _pip(python: str) -> list[str]:
 
 
 def _install_torch(python: str, say: Callable[[str], None]) -> None:
-    """A torch without CUDA: from where pip is told to look, else from PyTorch's own index, which has little else."""
+    """The torch without CUDA: from where pip is told to look, else from PyTorch's own index."""
     arguments = ["install", "--quiet", CPU_TORCH]
     say(f"pip {' '.join(arguments)}")
     try:
