@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from streamrl import cli, explain
-from streamrl.config import RunConfig, resolve
-from streamrl.settings import plain
+from streamrl.config import RunConfig, find_file, load_file, resolve
+from streamrl.settings import parse_yaml, plain
 from streamrl_learners.algorithms.pieces import Algorithm
 
 # A package as pip would leave it: a light module with the structs, a heavy one with the functions, and its metadata.
@@ -137,6 +138,35 @@ def test_the_value_of_a_key_is_told_for_the_kind_that_the_file_chose_only() -> N
 
 
 def test_an_algorithm_of_defaults_is_what_the_demo_names() -> None:
-    from streamrl.config import find_file, load_file
-
     assert load_file(find_file("demo")).algorithm == Algorithm()
+
+
+DOCS = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+RECIPES = re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=range(len(RECIPES)))
+def test_every_recipe_in_the_documentation_is_a_valid_configuration(recipe: str) -> None:
+    assert load_file(find_file("demo"), parse_yaml(recipe, "recipe")).algorithm != Algorithm()
+
+
+def test_the_piece_in_the_documentation_can_be_installed(tmp_path: Path) -> None:
+    light, heavy = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    (entry_point,) = re.findall(r"^squared = \"(.*)\"$", DOCS, re.MULTILINE)
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "pieces.py").write_text(light)
+    (package / "losses.py").write_text(heavy)
+    install(tmp_path, f"squared = {entry_point}")
+    code = (
+        "import msgspec, torch\n"
+        "from streamrl_learners.algorithms.losses import gain\n"
+        "from streamrl_learners.algorithms.pieces import Algorithm\n"
+        "from streamrl_learners.algorithms.sampled import Sampled\n"
+        "loss = msgspec.convert({'loss': {'kind': 'squared'}}, Algorithm).loss\n"
+        "zero = torch.zeros(1)\n"
+        "sampled = Sampled(zero, zero, torch.tensor([2.0]), zero.long(), zero.long())\n"
+        "print(gain(loss, torch.tensor([3.0]).log(), sampled).values.item())\n"
+    )
+    got = python(tmp_path, "-c", code)
+    assert float(got.stdout) == pytest.approx(3 * 2 - 0.5 * 4), got.stderr
