@@ -66,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     config.set_defaults(command=_config)
 
+    algorithms = commands.add_parser("algorithms", help="the pieces that an algorithm is made of, with their sources")
+    algorithms.set_defaults(command=_algorithms)
+
     queue = commands.add_parser("queue", help="run one queue broker alone, or look at a queue")
     _served(queue)
     serve = add_queue_actions(queue).add_parser("serve", help="run one broker alone, as without an action")
@@ -203,6 +206,13 @@ def _config(options: argparse.Namespace) -> int:
 
     source = "here" if options.overrides else find_file(options.config).name
     print(explanation(RunConfig, options.explain, values=plain(config), source=source))
+    return OK
+
+
+def _algorithms(options: argparse.Namespace) -> int:
+    from .algorithms import listing
+
+    print(listing())
     return OK
 
 

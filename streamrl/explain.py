@@ -156,7 +156,7 @@ def explanation(
     for key in _only(list(keys(kind)), below):
         when = f"  [{key.kind}]" if key.kind else ""
         default = "required" if key.default == "required" else f"default {key.default}"
-        given = _text(_at(values or {}, key.path, key.default))
+        given = _text(_at(values or {}, key, key.default))
         told = f"{default}, {source}: {given}" if given != key.default else default
         lines.append(f"{key.path}: {key.type} ({told}){when}")
         if key.meaning:
@@ -178,10 +178,13 @@ def _only(found: list[Key], below: str) -> list[Key]:
     return chosen
 
 
-def _at(values: Any, path: str, otherwise: Any) -> Any:
-    """The value at a dotted path; `otherwise` where these values have no such key."""
-    for part in path.split("."):
+def _at(values: Any, key: Key, otherwise: Any) -> Any:
+    """The value of a key; `otherwise` where these values have no such key, or it is one of another kind."""
+    tag_field, _, tags = key.kind.partition(": ")
+    chosen = not tags
+    for part in key.path.split("."):
         if not (isinstance(values, Mapping) and part in values):
             return otherwise
+        chosen |= values.get(tag_field) in tags.split(" | ")
         values = values[part]
-    return values
+    return values if chosen else otherwise

@@ -27,6 +27,7 @@ from streamrl_learners.algorithms.pieces import (
     MaskedIS,
     PPOClip,
     Reinforce,
+    ReinforcePlusPlus,
     SequenceRejection,
     TruncatedIS,
 )
@@ -165,6 +166,16 @@ def test_a_constant_reward_leaves_the_weights_alone_whatever_the_entropy_bonus_a
     assert streamed_gradient(Algorithm(entropy=0.5), rows, [], 4096) == []
 
 
+# What needs all ranks: advantages over the step, a normaliser without the rejected rows, entropy beside log-probs.
+EVERYTHING = Algorithm(
+    advantage=ReinforcePlusPlus(),
+    loss=Gspo(clip=0.05),
+    rejection=GeometricRejection(low=0.9, high=1.1),
+    lag=LagDecay(),
+    entropy=0.1,
+)
+
+
 def train_some_steps(rank: int, world: int, store: str | None) -> dict[str, torch.Tensor]:
     """Three steps over the same rows on this rank; the whole weights afterwards."""
     from streamrl_learners.fsdp import gather, shard
@@ -175,10 +186,10 @@ def train_some_steps(rank: int, world: int, store: str | None) -> dict[str, torc
     config = LearnerConfig(rows_per_step=12, micro_batch_tokens=48, learning_rate=1e-3, warmup_steps=0)
     tally = Tally()
     optimiser = Optimiser(policy, config, tally, ranks)
-    objective = Objective(Algorithm(), tally)
+    objective = Objective(EVERYTHING, tally)
     for step in (1, 2, 3):
         # 7 rows, then 5: the second round leaves a rank with an empty micro-batch.
-        stream = Stream(FakeQueue(ROWS, [7, 5], VERSIONS), config, Algorithm(), tally, ranks=ranks)
+        stream = Stream(FakeQueue(ROWS, [7, 5], VERSIONS), config, EVERYTHING, tally, ranks=ranks)
         for micro in stream.micro_batches(step):
             objective.loss(policy, micro).backward()
         assert sorted(stream.rows(step)) == list(range(12))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .base import tag_of
+from .lags import lag_weights, lags_up_to
 from .pieces import Algorithm, GeometricRejection, MaskedIS, SequenceRejection, SoftOverlong
 
 
@@ -54,8 +55,6 @@ def reach(algorithm: Algorithm, *, max_lag: int) -> Iterator[str]:
         )
     if algorithm.lag is None:
         return
-    from .lags import lag_weights, lags_up_to
-
     if (lag_weights(algorithm.lag, lags_up_to(max_lag)) == 1).all():
         yield (
             f"algorithm.lag: {tag_of(type(algorithm.lag))} with {bound}: every token would weigh 1; remove it, or "

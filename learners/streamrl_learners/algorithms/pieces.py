@@ -53,7 +53,7 @@ class ReinforcePlusPlus(Advantage, frozen=True, kw_only=True, tag="reinforce_plu
 
 
 class PPOClip(Loss, frozen=True, kw_only=True, tag="ppo_clip"):
-    """The clipped surrogate of PPO, with DAPO's asymmetric clip and, by option, the dual clip."""
+    """PPO's clipped surrogate, with DAPO's asymmetric clip and, by option, the dual clip."""
 
     source = "PPO, arXiv 1707.06347, eq. 7; DAPO, arXiv 2503.14476, eq. 10; dual clip, arXiv 1912.09729"
     function = "streamrl_learners.algorithms.losses:ppo_clip"
@@ -117,7 +117,7 @@ class Behaviour(Correction, frozen=True, kw_only=True, tag="behaviour"):
 class TruncatedIS(Correction, frozen=True, kw_only=True, tag="truncated_is"):
     """A token is weighted by min(r_t, cap), or by its row's product of ratios cut off alike; without gradient."""
 
-    source = "Ionides 2008, doi 10.1198/106186008X320456, eq. 3; on tokens: https://fengyao.notion.site/off-policy-rl"
+    source = "Ionides 2008, doi 10.1198/106186008X320456; on tokens: https://fengyao.notion.site/off-policy-rl"
     function = "streamrl_learners.algorithms.corrections:truncated_is"
 
     level: Level = "token"
