@@ -213,7 +213,7 @@ class Courier:
             engines = await self._candidates(snapshot.step, history)
             version = await self._queue.begin_version(snapshot.step, self._parent)
             manifest = snapshot.manifest(version, self._parent)
-            with self._queue.waiting(f"version {version} on {_names(engines)}", on="engine"):
+            with self._queue.waiting(f"waits for version {version} on {_names(engines)}", on="engine"):
                 failures = await self._delivery.verify(snapshot, manifest, engines)
             if not failures:
                 break
@@ -233,7 +233,7 @@ class Courier:
         Raises:
             WeightError: when there are fewer than `min_engines` for `wait_seconds`.
         """
-        few = f"at least {self._config.min_engines} sound engines for the weights of step {step}"
+        few = f"waits for at least {self._config.min_engines} sound engines for the weights of step {step}"
         with trio.move_on_after(self._config.wait_seconds), self._queue.waiting(few, on="engine"):
             while True:
                 sound = tuple(e for e in self._roster.engines if e.session not in self._trouble)
@@ -289,7 +289,7 @@ class Courier:
         assert self._committed
         snapshot, manifest = self._committed
         failures = list[Failure]()
-        late = self._queue.waiting(f"version {manifest.version} on {_names(engines)}", on="engine")
+        late = self._queue.waiting(f"waits for version {manifest.version} on {_names(engines)}", on="engine")
         with trio.CancelScope() as self._repair, late:
             failures = await self._delivery.verify(snapshot, manifest, engines)
         if self._repair.cancelled_caught:

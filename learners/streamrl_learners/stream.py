@@ -163,7 +163,7 @@ class Stream:
         return "learn" if self._ranks.leads else "learner-0"
 
     def _missing(self) -> str:
-        return f"rows of step {self._step}: {len(self._taken)} of {self._config.rows_per_step} are there"
+        return f"waits for rows of step {self._step}: {len(self._taken)} of {self._config.rows_per_step} are there"
 
     def rows(self, step: int) -> list[int]:
         """The ids of all rows of `step`, on every rank; it must be the step last assembled."""

@@ -119,7 +119,7 @@ class Producer:
                     self._room = trio.Event()
                     await self._room.wait()
                     continue
-                with self._queue.waiting("a ready engine", on="engine"):
+                with self._queue.waiting("waits for a ready engine", on="engine"):
                     await self._fleet.ready()
                 lease = await self._queue.lease("rollout", rows=room, wait=LEASE_SECONDS)
                 if lease is not None:
@@ -141,7 +141,7 @@ class Producer:
             try:
                 trajectory = await self._play(held.lease.id, row, task, wait)
                 held.playing.discard(row.row)
-                wait.at("writes its row", on="queue")
+                wait.at("waits for its row to be written", on="queue")
                 await self._queue.write(held.lease, trajectory_batch([row.row], [trajectory]))
                 self._failures.pop(row.row, None)
                 self._count(trajectory)
@@ -181,7 +181,7 @@ class Producer:
             sampling = msgspec.structs.replace(base, max_tokens=max_tokens)
             deadline = self._limits.turn_seconds * FLEET_SHARE
             turn = next(turns)
-            wait.at(f"turn {turn}", on="engine")
+            wait.at(f"waits for turn {turn}", on="engine")
             try:
                 return await self._fleet.generate(tokens, sampling, session=session, deadline=deadline)
             finally:

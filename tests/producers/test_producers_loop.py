@@ -379,7 +379,7 @@ def test_a_producer_tells_the_row_turn_and_engine_that_it_waits_for(tmp_path: Pa
         async with stand(tmp_path, template, never) as one:
             (row,) = (await one.queue.put(tasks(1))).rows
             waits: tuple[Waiting, ...] = ()
-            while not any(wait.what == "turn 1" for wait in waits):
+            while not any(wait.what == "waits for turn 1" for wait in waits):
                 (producer,) = (await one.queue.members("producer", wait=0.1)).members
                 waits = producer.waits
             assert [(wait.row, wait.on) for wait in waits] == [(row, "engine")]
@@ -393,7 +393,7 @@ def test_a_producer_without_an_engine_says_so(tmp_path: Path, template: ChatTemp
             await one.engine.queue.announce(ready=False)
             await one.queue.put(tasks(1))
             waits: tuple[Waiting, ...] = ()
-            while ("a ready engine", "engine") not in [(wait.what, wait.on) for wait in waits]:
+            while ("waits for a ready engine", "engine") not in [(wait.what, wait.on) for wait in waits]:
                 (producer,) = (await one.queue.members("producer", wait=0.1)).members
                 waits = producer.waits
 
