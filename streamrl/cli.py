@@ -99,8 +99,14 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--jobs", type=int, default=1, metavar="N", help="processes, for many seeds")
     simulate.set_defaults(command=_simulate)
 
-    status = commands.add_parser("status", help="who waits on whom in a live run")
+    status = commands.add_parser(
+        "status",
+        help="who waits on whom in a live run",
+        description="Who waits for whom and for how long, followed to the end: the last line is where to look. "
+        "Below it, all processes with what they do, and where the rows are.",
+    )
     status.add_argument("run", metavar="RUN", help="name or directory of the run")
+    status.add_argument("--json", action="store_true", help="one JSON object; its `head` is where to look")
     status.set_defaults(command=_status)
     add_trace(commands)
     add_sql(commands)
@@ -275,9 +281,14 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from .runtime.status import print_status
+    from .runtime.status import print_status, status_data
 
-    return print_status(options.run)
+    if not options.json:
+        return print_status(options.run)
+    import msgspec
+
+    print(msgspec.json.encode(status_data(options.run)).decode())
+    return OK
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ _SUPERVISION_BOUNDS: Final[dict[str, Range]] = {
     "max_lost_share": (0, 1),
     "silent_seconds": (1, SECONDS[1]),
     "eval_seconds": SECONDS,
+    "stall_alarm_seconds": SECONDS,
+    "stall_seconds": SECONDS,
 }
 
 
@@ -74,6 +76,12 @@ class SupervisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     same follows as for any process that a signal killed."""
     eval_seconds: float = 120.0
     """Longest time without a finished row during an evaluation."""
+    stall_alarm_seconds: float = 120.0
+    """When no step was committed for this long, the run says who waits for whom, and again each time as much has gone
+    by: on the terminal, in `logs/coordinator.log`, and in `metrics.jsonl` as event `stall`."""
+    stall_seconds: float = 3600.0
+    """When no step was committed for this long, whatever the reason, the run ends with an error that says who waited
+    for whom. Single waits have shorter deadlines: `learner.wait_seconds` for rows, `learner.publish_seconds`."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "supervision", _SUPERVISION_BOUNDS)

@@ -147,6 +147,7 @@ class ClassAgent(Agent):
     ) -> Any:
         """The result of a method that is not a tool, within the deadline of one; past it the episode ends."""
         seconds = chat.limits.tool_seconds
+        chat.doing(f"{self.name}.{name}")
         with trio.move_on_after(seconds):
             return await caller.call(function, *args, **kwargs)
         raise chat.end("error_timeout", f"{self.name}.{name} took longer than {seconds:g} s (tool_seconds)")

@@ -43,6 +43,14 @@ class Generated(Protocol):
 GenerateFn = Callable[[npt.NDArray[np.int32], int], Awaitable[Generated]]
 
 
+# Told what the episode does from now on, in a few words.
+Doing = Callable[[str], None]
+
+
+def untold(what: str) -> None:
+    """For episodes that nobody watches."""
+
+
 class Message(msgspec.Struct, frozen=True):
     """One turn of the model. A turn that was cut (finish_reason is not "stop") has no calls: half a call never runs."""
 
@@ -55,7 +63,13 @@ class Chat:
     """The conversation of one episode, as an agent sees it. Without a `tool_format` every turn is an answer."""
 
     def __init__(
-        self, conversation: Conversation, generate: GenerateFn, *, limits: Limits, tool_format: ToolFormat | None
+        self,
+        conversation: Conversation,
+        generate: GenerateFn,
+        *,
+        limits: Limits,
+        tool_format: ToolFormat | None,
+        doing: Doing = untold,
     ) -> None:
         self.status = "completed"
         self.error: str | None = None
@@ -66,6 +80,7 @@ class Chat:
         self.tool_texts_cut = 0
         self.parse_errors = 0
         self.limits = limits
+        self.doing = doing
         self._conversation = conversation
         self._generate = generate
         self._format = tool_format
@@ -125,6 +140,7 @@ class Chat:
 
     async def _run(self, call: ToolCall, tools: Toolbox, caller: Caller, environment: object) -> str:
         seconds = self.limits.tool_seconds
+        self.doing(f"tool `{call.name}`")
         result = await tools.call(call, caller, environment=environment, seconds=seconds)
         self.parse_errors += result.kind == "bad_call"
         if result.kind == "failed":

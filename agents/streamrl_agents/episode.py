@@ -17,7 +17,7 @@ from streamrl_queue.errors import ToolFailed
 from streamrl_queue.schema import Trajectory
 
 from .agent import Agent, Outcome
-from .chat import Chat, GenerateFn
+from .chat import Chat, Doing, GenerateFn, untold
 from .config import Limits
 from .conversation import Conversation
 from .rewards import checked
@@ -37,10 +37,12 @@ async def run_episode(
     template: ChatTemplate,
     limits: Limits,
     sampling: Mapping[str, float],
+    doing: Doing = untold,
 ) -> Trajectory:
     """Play one task.
 
-    `sampling` describes the distribution that `generate` samples from; it is stored with the log-probabilities.
+    `sampling` describes the distribution that `generate` samples from; it is stored with the log-probabilities. `doing`
+    is told which tool or method of the environment runs.
     The outcome of several named parts is their sum; the parts are kept in `metrics` as `reward/<name>`. A tool that
     raised ends no episode; `error` tells the last of these where nothing worse happened.
 
@@ -51,7 +53,7 @@ async def run_episode(
     if agent.tools:
         template.needed_tool_format(agent.name)
     conversation = Conversation(template, agent.tools)
-    chat = Chat(conversation, generate, limits=limits, tool_format=template.tool_format)
+    chat = Chat(conversation, generate, limits=limits, tool_format=template.tool_format, doing=doing)
     outcome = await _play(agent, task, chat)
     return conversation.trajectory(
         status=chat.status,

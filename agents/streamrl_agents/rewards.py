@@ -38,6 +38,7 @@ from streamrl_queue.schema import reward_batch
 
 from .agent import load_object
 from .calling import contained
+from .chat import Doing, untold
 from .config import RewardConfig
 from .template import ChatTemplate
 
@@ -98,14 +99,17 @@ class Scorer:
         wanted = {c for names in self._wanted.values() for n in names for c in _DERIVED.get(n, (n,))}
         return sorted(wanted | {"status", "outcome"})
 
-    def score(self, row: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-        """The reward of a row, and each part's value before its weight.
+    def score(self, row: Mapping[str, Any], doing: Doing = untold) -> tuple[float, dict[str, float]]:
+        """The reward of a row, and each part's value before its weight. `doing` is told which part is at work.
 
         Raises:
             RewardError: when a part, or their weighted sum, is not a finite number within MAX_REWARD.
             Exception: whatever a user's function raised.
         """
-        parts = {name: self._part(name, row) for name in self._weights}
+        parts: dict[str, float] = {}
+        for name in self._weights:
+            doing(f"scores with {name}")
+            parts[name] = self._part(name, row)
         return checked(sum(self._weights[name] * value for name, value in parts.items()), "reward"), parts
 
     def _part(self, name: str, row: Mapping[str, Any]) -> float:
@@ -167,7 +171,8 @@ async def _serve(queue: TransferQueue, scorer: Scorer, config: RewardConfig, lea
     for row in _lines(lease):
         try:
             _refuse_failed(row)
-            scores[row["row"]] = await _score(scorer, row, config.score_seconds)
+            with queue.waiting("scores", row=row["row"]) as wait:
+                scores[row["row"]] = await _score(scorer, row, config.score_seconds, wait.at)
         except _Failed as error:
             drops.setdefault(error.reason, []).append(row["row"])
     return await _hand_back(queue, lease, scores, drops)
@@ -190,13 +195,15 @@ def _refuse_failed(row: Mapping[str, Any]) -> None:
         raise _Failed(row["status"])
 
 
-async def _score(scorer: Scorer, row: Mapping[str, Any], seconds: float) -> tuple[float, dict[str, float]]:
+async def _score(
+    scorer: Scorer, row: Mapping[str, Any], seconds: float, doing: Doing
+) -> tuple[float, dict[str, float]]:
     """Score one row; code of the user runs in a thread, under a deadline."""
     try:
         if scorer.built_in:
             return scorer.score(row)
         with trio.fail_after(seconds), contained():
-            return await trio.to_thread.run_sync(scorer.score, row, abandon_on_cancel=True)
+            return await trio.to_thread.run_sync(scorer.score, row, doing, abandon_on_cancel=True)
     except Exception as error:  # supervision edge: a scorer's failure costs its row, and is never a reward
         log.exception("row %s could not be scored", row["row"])
         raise _Failed("error_reward") from error

@@ -133,6 +133,10 @@ def backend_of(config: LearnerConfig) -> Backend:
     return config.transfer
 
 
+def _names(engines: Iterable[Engine]) -> str:
+    return ", ".join(engine.name for engine in engines)
+
+
 class Courier:
     """The trio side. One task delivers, so that no two deliveries are ever under way."""
 
@@ -209,7 +213,8 @@ class Courier:
             engines = await self._candidates(snapshot.step, history)
             version = await self._queue.begin_version(snapshot.step, self._parent)
             manifest = snapshot.manifest(version, self._parent)
-            failures = await self._delivery.verify(snapshot, manifest, engines)
+            with self._queue.waiting(f"waits for version {version} on {_names(engines)}", on="engine"):
+                failures = await self._delivery.verify(snapshot, manifest, engines)
             if not failures:
                 break
             history += failures
@@ -228,7 +233,8 @@ class Courier:
         Raises:
             WeightError: when there are fewer than `min_engines` for `wait_seconds`.
         """
-        with trio.move_on_after(self._config.wait_seconds):
+        few = f"waits for at least {self._config.min_engines} sound engines for the weights of step {step}"
+        with trio.move_on_after(self._config.wait_seconds), self._queue.waiting(few, on="engine"):
             while True:
                 sound = tuple(e for e in self._roster.engines if e.session not in self._trouble)
                 engines = sound if len(sound) >= self._config.min_engines else self._due(self._roster.engines)
@@ -283,7 +289,8 @@ class Courier:
         assert self._committed
         snapshot, manifest = self._committed
         failures = list[Failure]()
-        with trio.CancelScope() as self._repair:
+        late = self._queue.waiting(f"waits for version {manifest.version} on {_names(engines)}", on="engine")
+        with trio.CancelScope() as self._repair, late:
             failures = await self._delivery.verify(snapshot, manifest, engines)
         if self._repair.cancelled_caught:
             await self._delivery.abort(manifest.version, engines, "a newer version is on its way")

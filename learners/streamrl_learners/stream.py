@@ -134,25 +134,36 @@ class Stream:
         self._step, self._taken, self._leases, self.idle_seconds = step, [], [], 0.0
         last_row = self._fed = self._clock()
         held: list[list[Row]] = []
-        while len(self._taken) < self._config.rows_per_step:
-            batch, word = self._next_round(step)
-            if word.turn is Turn.STOP:
-                return self._give_up()
-            if word.turn is not Turn.HAND_OUT:
-                self._check_deadline(last_row)
-                if word.turn is Turn.MAKE_ROOM:
-                    self._make_room(step - 1)
-                    self._fed = self._clock()
-                continue
-            last_row = self._fed = self._clock()
-            self._taken += [row for rows in word.batches for row in rows]
-            parts = self._materialise(word, batch)
-            if self._algorithm.advantage.standardises:
-                held += parts
-            else:
-                yield from self._packed(parts)
+        with self._queue.waiting(self._missing(), on=self._source) as wait:
+            while len(self._taken) < self._config.rows_per_step:
+                batch, word = self._next_round(step)
+                if word.turn is Turn.STOP:
+                    return self._give_up()
+                if word.turn is not Turn.HAND_OUT:
+                    self._check_deadline(last_row)
+                    if word.turn is Turn.MAKE_ROOM:
+                        self._make_room(step - 1)
+                        self._fed = self._clock()
+                    continue
+                last_row = self._fed = self._clock()
+                self._taken += [row for rows in word.batches for row in rows]
+                parts = self._materialise(word, batch)
+                if self._algorithm.advantage.standardises:
+                    held += parts
+                else:
+                    wait.at(f"trains rows of step {step}")
+                    yield from self._packed(parts)
+                wait.at(self._missing(), on=self._source)
         if self._algorithm.advantage.standardises:
             yield from self._packed(self._standardised(held))
+
+    @property
+    def _source(self) -> str:
+        """Where rows come from: the queue's stage, or the rank that leases them."""
+        return "learn" if self._ranks.leads else "learner-0"
+
+    def _missing(self) -> str:
+        return f"waits for rows of step {self._step}: {len(self._taken)} of {self._config.rows_per_step} are there"
 
     def rows(self, step: int) -> list[int]:
         """The ids of all rows of `step`, on every rank; it must be the step last assembled."""
@@ -194,7 +205,8 @@ class Stream:
             columns=COLUMNS,
         )
         self.idle_seconds += self._clock() - started
-        self._queue.report(f"trains step {step}")
+        if lease:
+            self._queue.report(f"trains step {step}")
         return lease
 
     def _lacks_room(self, step: int) -> bool:

@@ -9,6 +9,7 @@ dropped with the reason when that happens again and again. No row is leased whil
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Collection
@@ -30,6 +31,7 @@ from streamrl_queue.errors import LeaseExpired, LimitReached, SchemaError, Strea
 from streamrl_queue.nursery import open_nursery
 from streamrl_queue.schema import Trajectory, trajectory_batch
 from streamrl_queue.transport import ZEROMQ, Transport
+from streamrl_queue.waits import Wait
 
 from .config import RolloutConfig
 from .engines.fleet import EngineFleet
@@ -117,7 +119,8 @@ class Producer:
                     self._room = trio.Event()
                     await self._room.wait()
                     continue
-                await self._fleet.ready()
+                with self._queue.waiting("waits for a ready engine", on="engine"):
+                    await self._fleet.ready()
                 lease = await self._queue.lease("rollout", rows=room, wait=LEASE_SECONDS)
                 if lease is not None:
                     self._start(lease, nursery)
@@ -134,10 +137,11 @@ class Producer:
 
     async def _episode(self, held: _Held, row: RowKeys, task: dict[str, Any]) -> None:
         """Play one row and write it. An episode that could not be played goes back, with the reason."""
-        with held.scope_of(row.row):
+        with held.scope_of(row.row), self._queue.waiting("begins", row=row.row) as wait:
             try:
-                trajectory = await self._play(held.lease.id, row, task)
+                trajectory = await self._play(held.lease.id, row, task, wait)
                 held.playing.discard(row.row)
+                wait.at("waits for its row to be written", on="queue")
                 await self._queue.write(held.lease, trajectory_batch([row.row], [trajectory]))
                 self._failures.pop(row.row, None)
                 self._count(trajectory)
@@ -161,7 +165,7 @@ class Producer:
         # At once: a heartbeat tells numbers that belong together.
         self._queue.report(None, episodes=self._episodes, tokens=self._tokens, **self._call_errors)
 
-    async def _play(self, lease: int, row: RowKeys, task: dict[str, Any]) -> Trajectory:
+    async def _play(self, lease: int, row: RowKeys, task: dict[str, Any], wait: Wait) -> Trajectory:
         recorded = self._config.sampling(row.split)
         session = f"{self._queue.session}/{lease}/{row.row}"
         base = Sampling(
@@ -171,10 +175,17 @@ class Producer:
             stop_ids=self._template.stop_ids,
         )
 
+        turns = itertools.count(1)
+
         async def generate(tokens: npt.NDArray[np.int32], max_tokens: int) -> Generated:
             sampling = msgspec.structs.replace(base, max_tokens=max_tokens)
             deadline = self._limits.turn_seconds * FLEET_SHARE
-            return await self._fleet.generate(tokens, sampling, session=session, deadline=deadline)
+            turn = next(turns)
+            wait.at(f"waits for turn {turn}", on="engine")
+            try:
+                return await self._fleet.generate(tokens, sampling, session=session, deadline=deadline)
+            finally:
+                wait.at(f"code of {self._agent.name} after turn {turn}")
 
         return await run_episode(
             self._agent,
@@ -183,6 +194,7 @@ class Producer:
             template=self._template,
             limits=self._limits,
             sampling=recorded,
+            doing=wait.at,
         )
 
     async def _extend(self, held: _Held, every: float) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .state import Statistics, Version
     from .streaming import StreamingBatches
     from .tensors import Batch
+    from .waits import Waiting
 
 _MODULES: Final = {
     "Admission": ".config",
@@ -41,6 +42,7 @@ _MODULES: Final = {
     "Trajectory": ".schema",
     "TransferQueue": ".client",
     "Version": ".state",
+    "Waiting": ".waits",
     "open_broker": ".broker",
     "training_flow": ".config",
     "work_flow": ".config",
@@ -75,6 +77,7 @@ __all__ = [
     "Trajectory",
     "TransferQueue",
     "Version",
+    "Waiting",
     "open_broker",
     "training_flow",
     "work_flow",

@@ -85,6 +85,7 @@ class AsyncioTransferQueue(SessionTwin):
     commit = _awaits(TransferQueue.commit)
     retire = _awaits(TransferQueue.retire)
     reconcile = _awaits(TransferQueue.reconcile)
+    leased = _awaits(TransferQueue.leased)
     statistics = _awaits(TransferQueue.statistics)
     journal_bytes = _awaits(TransferQueue.journal_bytes)
     protocol_errors = _awaits(TransferQueue.protocol_errors)

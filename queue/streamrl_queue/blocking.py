@@ -73,6 +73,7 @@ class BlockingTransferQueue(SessionTwin):
     commit = _waits(TransferQueue.commit)
     retire = _waits(TransferQueue.retire)
     reconcile = _waits(TransferQueue.reconcile)
+    leased = _waits(TransferQueue.leased)
     statistics = _waits(TransferQueue.statistics)
     journal_bytes = _waits(TransferQueue.journal_bytes)
     protocol_errors = _waits(TransferQueue.protocol_errors)

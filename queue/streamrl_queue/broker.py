@@ -40,7 +40,7 @@ from .replays import Replays
 from .rows import Rows
 from .rpc import Forget
 from .sessions import Sessions
-from .state import Row
+from .state import Lease, Row
 from .store import BrokenState, Store
 from .transport import ZEROMQ, Buffer, Router, Transport
 
@@ -151,6 +151,7 @@ class Broker:
             m.Retire: self._retire,
             m.Reconcile: self._reconcile,
             m.GetStatistics: self._statistics,
+            m.GetLeased: self._leased,
         }
 
     @property
@@ -269,7 +270,7 @@ class Broker:
 
     def _handle(self, asked: Asked) -> bool:
         """Answer the request, or keep it waiting; tells whether it was answered."""
-        lasting = not isinstance(asked.request, m.Heartbeat | m.GetStatistics)
+        lasting = not isinstance(asked.request, m.Heartbeat | m.GetStatistics | m.GetLeased)
         try:
             if not isinstance(asked.request, m.Hello):
                 self.sessions.require(asked.session)
@@ -644,6 +645,33 @@ class Broker:
 
     def _statistics(self, asked: Asked) -> m.Counts:
         return m.Counts(self.rows.statistics(), self.store.journal.size, self.protocol_errors, self.strangers.by_peer)
+
+    def _leased(self, asked: Asked) -> m.Leased:
+        ask: m.GetLeased = asked.request
+        named = (row for id in ask.rows[:MOST_PEEKED] if (row := self.rows.rows.get(id)))
+        rows = {row.id: row for row in (*named, *self.rows.longest_held(min(ask.most, MOST_PEEKED)))}
+        held = [(self.rows.leases[lease], row) for row in rows.values() for lease in row.leases.values()]
+        held = [(lease, row) for lease, row in held if not self.rows.stage(lease.stage).trains]
+        held.sort(key=lambda pair: (pair[0].id, pair[1].id))
+        puts = (other for other in self._waiting if isinstance(other.request, m.PutTasks))
+        first = next(puts, None)
+        return m.Leased(
+            tuple(self._leased_row(lease, row) for lease, row in held),
+            (first and self._is_full(first.fresh, len(first.payload), rolled_out=bool(first.request.filled))) or "",
+        )
+
+    def _leased_row(self, lease: Lease, row: Row) -> m.LeasedRow:
+        members = row.group.members
+        return m.LeasedRow(
+            row.id,
+            row.group.id,
+            row.member,
+            lease.stage,
+            self.sessions.name(lease.session),
+            lease.at or None,
+            len(members),
+            sum(lease.stage not in member.places for member in members[:MOST_PEEKED]),
+        )
 
     # -- columns
 

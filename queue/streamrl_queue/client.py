@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -27,6 +27,7 @@ from .schema import Task, task_batch
 from .state import Statistics, Version
 from .together import Together
 from .transport import ZEROMQ, Transport
+from .waits import Wait, Waits
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class TransferQueue:
         self._wall = wall
         self._since = wall()
         self._gauges: dict[str, float] = {}
+        self._waits = Waits(wall)
         self._puts = itertools.count(1)
         self._together = Together(self._exchange, nursery)
         # Where columns can be read in place.
@@ -162,7 +164,8 @@ class TransferQueue:
         """Consumes what `report` says; produces heartbeats; waits for and is unblocked by the clock."""
         while True:
             given_up = tuple(self._given_up)
-            await self._ask(m.Heartbeat(self._activity, self._since, dict(self._gauges), given_up))
+            waits = self._waits.longest()
+            await self._ask(m.Heartbeat(self._activity, self._since, dict(self._gauges), given_up, waits))
             self._given_up.difference_update(given_up)
             await trio.sleep(min(seconds, MOST_HEARTBEAT_SECONDS))
 
@@ -201,6 +204,16 @@ class TransferQueue:
         if activity is not None and activity != self._activity:
             self._activity, self._since = activity, self._wall()
         self._gauges.update(gauges)
+
+    def waiting(self, what: str, *, row: int = 0, on: str = "") -> AbstractContextManager[Wait]:
+        """Say for as long as the block what this process waits for or works on; heartbeats tell what lasts longest.
+
+        Args:
+            what: in a few words.
+            row: the row that it is about.
+            on: who must act before it ends: the name of a process, a role, or a stage of the queue.
+        """
+        return self._waits.waiting(what, row=row, on=on)
 
     async def announce(self, *, ready: bool, version: int | None = None) -> None:
         """For engines: whether requests may be routed here, and which version answers them."""
@@ -427,6 +440,11 @@ class TransferQueue:
         """Go on from `step`: rows trained later are ready again; returns how many."""
         reply: m.Number = await self._ask(m.Reconcile(step))
         return reply.value
+
+    async def leased(self, rows: Sequence[int] = (), *, most: int = 8) -> m.Leased:
+        """Who holds which rows longest, `most` of each stage; who holds `rows`; and why a put waits, if one does."""
+        reply: m.Leased = await self._ask(m.GetLeased(tuple(rows), most))
+        return reply
 
     async def statistics(self) -> Statistics:
         """Counts of rows by state."""

@@ -9,6 +9,7 @@ import msgspec
 from .batches import Mapped, Part, RowKeys
 from .config import MOST_MEMBERS, Durability
 from .state import Statistics, Version
+from .waits import Waiting
 
 # Counts and ids, within what the journal and Arrow's columns can hold.
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -41,14 +42,16 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The session is alive. `activity` says what it does or waits for, in words; `given_up` are requests whose replies
-    nobody awaits any more, in case their `Forget` was lost.
+    """The session is alive. `activity` says what it does or waits for, in words; `waits` are the single things that it
+    is at, those that last longest; `given_up` are requests whose replies nobody awaits any more, in case their `Forget`
+    was lost.
     """
 
     activity: str
     since: float
     gauges: dict[str, float]
     given_up: tuple[int, ...] = ()
+    waits: tuple[Waiting, ...] = ()
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):
@@ -84,7 +87,9 @@ class Fence(msgspec.Struct, frozen=True, tag=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One process at the queue. `since` is when its activity began, in seconds since the epoch."""
+    """One process at the queue. `since` is when its activity began, in seconds since the epoch; `waits` are the single
+    things that it is at, those that last longest.
+    """
 
     session: str
     name: str
@@ -96,6 +101,7 @@ class Member(msgspec.Struct, frozen=True):
     since: float
     gauges: dict[str, float]
     announced: int = 0
+    waits: tuple[Waiting, ...] = ()
 
 
 class Members(msgspec.Struct, frozen=True, tag=True):
@@ -263,6 +269,38 @@ class GetStatistics(msgspec.Struct, frozen=True, tag=True):
     """Counts of rows by state."""
 
 
+class GetLeased(msgspec.Struct, frozen=True, tag=True):
+    """Of each stage but the one that trains, the `most` rows that are held longest; of `rows`, those that are held."""
+
+    rows: tuple[Natural, ...]
+    most: RowCount
+
+
+class LeasedRow(msgspec.Struct, frozen=True):
+    """A row that somebody holds. `since` is when it was handed out, in seconds since the epoch (None: before the broker
+    started). Of the `members` of its group that are left, `behind` have not passed the stage (of more than a thousand,
+    as many of the first thousand).
+    """
+
+    row: int
+    group: int
+    member: int
+    stage: str
+    holder: str
+    since: float | None
+    members: int
+    behind: int
+
+
+class Leased(msgspec.Struct, frozen=True, tag=True):
+    """Rows that are held, those handed out first in front; and why the put that waits first must wait (empty: none
+    waits).
+    """
+
+    rows: tuple[LeasedRow, ...]
+    full: str
+
+
 class Counts(msgspec.Struct, frozen=True, tag=True):
     """Counts of rows by state, the size of the journal in bytes, and messages that were dropped: all, and by peer."""
 
@@ -322,5 +360,6 @@ Request = (
     | Retire
     | Reconcile
     | GetStatistics
+    | GetLeased
 )
-Reply = Welcome | Membership | Grant | Columns | Versions | Counts | Receipt | Held | Number
+Reply = Welcome | Membership | Grant | Columns | Versions | Counts | Leased | Receipt | Held | Number

@@ -13,7 +13,7 @@ import concurrent.futures
 import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final, Generic, Self, TypedDict, TypeVar
 
@@ -24,6 +24,7 @@ from .errors import QueueError, StreamRLError
 from .nursery import open_nursery
 from .nursery import run as run_trio
 from .transport import Transport
+from .waits import Wait
 
 log = logging.getLogger(__name__)
 
@@ -267,6 +268,10 @@ class SessionTwin:
     def report(self, activity: str | None = None, **gauges: float) -> None:
         """Say what this process does or waits for, and show numbers; both go out with the next heartbeat."""
         self.aio.report(activity, **gauges)
+
+    def waiting(self, what: str, *, row: int = 0, on: str = "") -> AbstractContextManager[Wait]:
+        """Say for as long as the block what this process waits for or works on; see `TransferQueue.waiting`."""
+        return self.aio.waiting(what, row=row, on=on)
 
     async def give_back(self, result: object) -> None:
         """In the trio thread: rows that were leased for somebody who has stopped waiting go back."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from .config import Flow, Stage
 from .errors import LeaseExpired, SchemaError, StepConflict, UnknownName, VersionConflict
@@ -37,6 +38,9 @@ from .picking import Pick, parked, stale
 from .standing import Told
 from .state import Lease, Row, Version
 from .table import Table
+
+# Leases among which the oldest are looked for: more than there are processes, few enough to hold up nobody.
+LEASES_LOOKED_AT: Final = 1024
 
 
 class Rows(Table):
@@ -201,6 +205,17 @@ class Rows(Table):
             if len(found) >= rows:
                 break
         return found[:rows]
+
+    def longest_held(self, most: int) -> Iterator[Row]:
+        """Of each stage that trains nothing, the `most` rows that are held longest, as far as that can be told from the
+        first `LEASES_LOOKED_AT` leases.
+        """
+        left = {stage.name: most for stage in self.flow.stages if not stage.trains}
+        for lease in itertools.islice(self.leases.values(), LEASES_LOOKED_AT):
+            rows = sorted(itertools.islice(lease.rows, left.get(lease.stage, 0)))
+            for id in rows:
+                left[lease.stage] -= 1
+                yield self.rows[id]
 
     def held(self, lease_id: int, session: str, rows: Sequence[int] | None = None) -> tuple[Lease, tuple[int, ...]]:
         """The lease, and `rows` (default: all of it), if `session` still holds them.

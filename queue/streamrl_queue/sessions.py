@@ -55,7 +55,11 @@ class Sessions:
         self._beats[session] = number
         self._deadlines[session] = now + self.session_seconds
         self._members[session] = msgspec.structs.replace(
-            self._members[session], activity=beat.activity, since=beat.since, gauges=beat.gauges
+            self._members[session],
+            activity=beat.activity,
+            since=beat.since,
+            gauges=beat.gauges,
+            waits=beat.waits,
         )
 
     def announce(self, session: str, message: Announce) -> None:

@@ -77,7 +77,7 @@ def dump(rows: Rows) -> bytes:
         rows=tuple(map(_row_state, rows.rows.values())),
         groups={group.id: (group.key, group.admitted) for group in groups.values()},
         leases=tuple(
-            Granted(0.0, x.id, x.stage, x.session, tuple(sorted(x.rows)), (), x.step, 0, x.request)
+            Granted(x.at, x.id, x.stage, x.session, tuple(sorted(x.rows)), (), x.step, 0, x.request)
             for x in rows.leases.values()
         ),
         keys={key: group.first for key, group in rows.keys.items()},

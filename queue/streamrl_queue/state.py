@@ -106,10 +106,11 @@ class Group:
 class Lease:
     """Rows of one stage that one session holds."""
 
-    __slots__ = ("deadline", "id", "request", "rows", "session", "stage", "step")
+    __slots__ = ("at", "deadline", "id", "request", "rows", "session", "stage", "step")
 
     def __init__(self, granted: Granted, deadline: float) -> None:
         self.id = granted.lease
+        self.at = granted.at
         self.stage = granted.stage
         self.session = granted.session
         self.rows = set(granted.rows)

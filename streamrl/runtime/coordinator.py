@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,12 +28,15 @@ from streamrl_agents.agent import load_agent, load_object
 from streamrl_learners.config import TinyModel
 from streamrl_queue import Member, Statistics, TransferQueue
 from streamrl_queue.errors import DeadlineExceeded, NoProgress, QueueFull, UnknownName
+from streamrl_queue.waits import Wait
 
 from ..config import RunConfig, flow_of, plain
 from ..tracking import Sink
 from . import plan, summary
+from .chain import LEADER, SILENT, Link, chain, told
 from .counts import CallErrors, call_errors, totals
 from .evaluation import evaluate
+from .facts import facts_of
 from .losses import calls_in, lives_in, losses_in, losses_of
 from .panel import Panel, RoleView, Snapshot
 from .rundir import RunDirectory
@@ -46,6 +49,12 @@ WATCH_SECONDS: Final = 0.5
 """Heartbeats come once a second; looking twice as often shows each of them."""
 LOST_STEPS: Final = 2
 """Rows of so many steps must be lost before their share says anything."""
+QUIET_SECONDS: Final = 5.0
+"""Before that long without a step nobody asks who waits for whom."""
+LEAVING_SECONDS: Final = 2.0
+"""A role that has left the queue ends, or is ended, within this time."""
+EVALUATE: Final = "evaluate"
+"""The stage that evaluation rows reach last."""
 FEED_SECONDS: Final = 0.1
 """Steps of the demo take about 0.4 s: the look-ahead is filled several times in each."""
 
@@ -54,8 +63,15 @@ class Coordinator:
     """State of one run as its coordinator sees it."""
 
     def __init__(
-        self, config: RunConfig, run: RunDirectory, queue: TransferQueue, roles: Supervisor, panel: Panel
+        self,
+        config: RunConfig,
+        run: RunDirectory,
+        queue: TransferQueue,
+        roles: Supervisor,
+        panel: Panel,
+        wait: Wait,
     ) -> None:
+        """`wait`: where it says what the whole run waits for."""
         self.config = config
         self.run = run
         self.queue = queue
@@ -74,6 +90,12 @@ class Coordinator:
         # Role → its process when it was last seen at the queue, and when that was.
         self._present: dict[str, tuple[int | None, float]] = {}
         self._earlier = 0
+        self._wait = wait
+        # Role → what tells that it is silent, for as long as it is.
+        self._silent: dict[str, ExitStack] = {}
+        self._quiet = Quiet(trio.current_time())
+        # Who waited for whom when the run last stood still.
+        self.links: tuple[Link, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Coordinator {self.run.path.name} {self.phase}>"
@@ -86,11 +108,11 @@ class Coordinator:
         # Rows of an evaluation that was interrupted; another one puts its own.
         await self.queue.end_rows("its evaluation was interrupted", split="eval")
         await self.roles_report_in()
-        self.enter("warm start" if self._warm_starts() else "waits for weights", "waits for learner-0")
+        self.enter("warm start" if self._warm_starts() else "waits for weights", "waits for learner-0", LEADER)
         await self.version_of(0, self.config.supervision.warm_start_seconds)
         if not self._metrics.evaluations:
             await self.evaluate()
-        self.enter("training", f"waits for step {self.config.learner.steps} of learner-0")
+        self.enter("training", f"waits for step {self.config.learner.steps} of learner-0", LEADER)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.feed)
             # The learner has a deadline for its rows and for each publish; it is the one to say who was late.
@@ -98,8 +120,10 @@ class Coordinator:
             nursery.cancel_scope.cancel()
         await self.evaluate()
 
-    def enter(self, phase: str, waits: str) -> None:
-        """The run does something else from now on, for which it waits for somebody else."""
+    def enter(self, phase: str, waits: str, on: str) -> None:
+        """The run does something else from now on, for which it waits for somebody else: a process, a role, a stage."""
+        if (phase, waits) != (self.phase, self.waits):
+            self._wait.at(f"{phase}: {waits}", on)
         self.phase, self.waits = phase, waits
         self.queue.report(f"{phase}: {waits}")
 
@@ -115,10 +139,10 @@ class Coordinator:
             DeadlineExceeded: naming the roles that did not report, with the end of the first one's log.
         """
         seconds = self.config.supervision.start_seconds
-        wanted = [name for name in self.roles.roles if name != "queue"]
+        wanted = self.names
         with trio.move_on_after(seconds):
             while absent := [name for name in wanted if name not in self.members]:
-                self.enter("starting", f"waits for {', '.join(absent)}")
+                self.enter("starting", f"waits for {', '.join(absent)}", absent[0])
                 await trio.sleep(FEED_SECONDS)
             return
         error = DeadlineExceeded.waiting("a sign of life", ", ".join(absent), seconds)
@@ -142,7 +166,7 @@ class Coordinator:
         if not self.config.tasks.eval_rows:
             return
         rows: list[int] = []
-        self.enter("evaluating", f"waits for {self.config.tasks.eval_rows} rows of producers and scorers")
+        self.enter("evaluating", f"waits for {self.config.tasks.eval_rows} rows of producers and scorers", EVALUATE)
         number = len(self._metrics.evaluations)
         result = await evaluate(
             self.queue,
@@ -152,8 +176,7 @@ class Coordinator:
             put=rows.extend,
         )
         entry = {"event": "eval", **plain(result)}
-        with self.run.metrics.open("ab") as file:
-            file.write(msgspec.json.encode(entry) + b"\n")
+        self._note(entry)
         self._metrics.evaluations.append(result)
         why = await self._why(rows) if result.failed else ""
         self.panel.note(f"greedy evaluation at step {result.step}: {result}{why}")
@@ -197,7 +220,8 @@ class Coordinator:
             if groups > 0:
                 start = counts.sources.get(tasks.source, 0)
                 try:
-                    await self.queue.put(list(tasks.take(start, groups)), members=group, split="train")
+                    with self.queue.waiting(f"waits for room for {groups} tasks", on=plan.QUEUE):
+                        await self.queue.put(list(tasks.take(start, groups)), members=group, split="train")
                 except QueueFull as error:
                     # Back-pressure: the learner has the deadline, and says what it waits for.
                     self.panel.note(f"tasks wait: {error}; rows leave when a checkpoint covers them")
@@ -223,6 +247,7 @@ class Coordinator:
                 # Trackers write files and talk to servers.
                 await trio.to_thread.run_sync(self._track, entries)
             self.panel.update(self.snapshot())
+            await self._look_for_stall()
 
     def _kill_silent(self) -> None:
         """Kill processes that run and have lost their session: they hang, and nobody else would notice."""
@@ -230,12 +255,55 @@ class Coordinator:
         for name, role in self.roles.roles.items():
             if name in self.members:
                 self._present[name] = (role.pid, now)
+                self._silent.pop(name, ExitStack()).close()
+            elif name in self._present and name not in self._silent and not role.stopping:
+                stack = self._silent[name] = ExitStack()
+                stack.enter_context(self.queue.waiting(SILENT, on=name))
             pid, last = self._present.get(name, (None, now))
             # A process that has not reported yet has the start's deadline; one that ends by itself needs no help.
             if pid == role.pid and role.running and not role.stopping and now - last > limit:
                 reason = f"it was silent for {now - last:.0f} s"
                 self.panel.note(f"{name} (pid {pid}) is killed: {reason}")
                 role.kill_for(reason)
+
+    async def _look_for_stall(self) -> None:
+        """Follow who waits for whom while nothing moves; say it aloud, and in the end give up.
+
+        Raises:
+            DeadlineExceeded: no step was committed for `stall_seconds`.
+        """
+        assert self.statistics is not None
+        limits = self.config.supervision
+        step = self.statistics.step
+        quiet = self._quiet.seconds(trio.current_time(), (self.phase, step))
+        if quiet < QUIET_SECONDS:
+            self.links = ()
+            return
+        # Of a role that ends with an error the last word is not that it is gone.
+        if not any(0 < trio.current_time() - last < LEAVING_SECONDS for last in self._gone()):
+            self.links = chain(await facts_of(self.queue, self.names))
+        if self.phase != "training":
+            return
+        if quiet > limits.stall_seconds:
+            what = f"no step was committed for {quiet:.0f} s, which is more than supervision.stall_seconds"
+            raise DeadlineExceeded(f"step {step + 1}: {what}")
+        if self._quiet.alarm(quiet, limits.stall_alarm_seconds):
+            self.panel.note(f"stall: no step was committed for {quiet:.0f} s; {told(self.links)}")
+            self._note({"event": "stall", "step": step, "seconds": quiet, "chain": self.links})
+
+    def _gone(self) -> list[float]:
+        """When roles that are no members any more were last seen."""
+        return [last for name, (_, last) in self._present.items() if name not in self.members]
+
+    def _note(self, entry: Mapping[str, Any]) -> None:
+        """One line of `metrics.jsonl`."""
+        with self.run.metrics.open("ab") as file:
+            file.write(msgspec.json.encode(entry) + b"\n")
+
+    @property
+    def names(self) -> list[str]:
+        """All processes of the run that are members of the queue while they live."""
+        return [name for name in self.roles.roles if name != plan.QUEUE]
 
     def snapshot(self) -> Snapshot:
         counts, now = self.statistics, time.time()
@@ -264,6 +332,8 @@ class Coordinator:
 
     def _track(self, entries: Sequence[Mapping[str, Any]]) -> None:
         for entry in entries:
+            if entry.get("event") == "stall":
+                continue
             prefix = "eval/" if entry.get("event") == "eval" else ""
             numbers = {f"{prefix}{k}": float(v) for k, v in entry.items() if isinstance(v, int | float)}
             for sink in self.sinks:
@@ -278,7 +348,8 @@ class Coordinator:
         learners = [self.roles.roles[name] for name in plan.learner_names(self.config)]
         others = [r for r in self.roles.roles.values() if r not in learners and r.spec.name != "queue"]
         for roles in [[*learners, *others]] if finished else [learners, others]:
-            self.enter("draining", f"waits for {', '.join(role.spec.name for role in roles)}")
+            names = [role.spec.name for role in roles]
+            self.enter("draining", f"waits for {', '.join(names)}", names[0])
             for name in await self.roles.stop(roles, seconds):
                 self.panel.note(f"{name} did not end within {seconds:.0f} s and was killed")
                 await self.forget(name)
@@ -295,6 +366,27 @@ class Coordinator:
         """The process of that name is gone: its leases end now, not at its heartbeat's timeout."""
         with suppress(UnknownName):
             await self.queue.end_session(name)
+
+
+class Quiet:
+    """For how long nothing has moved, and when to say so again."""
+
+    def __init__(self, now: float) -> None:
+        self._moved = now
+        self._state: object = None
+        self._alarms = 0
+
+    def seconds(self, now: float, state: object) -> float:
+        """Seconds since `state` was last another one."""
+        if state != self._state:
+            self._state, self._moved, self._alarms = state, now, 0
+        return now - self._moved
+
+    def alarm(self, seconds: float, every: float) -> bool:
+        """Whether another `every` seconds have gone by in `seconds` of quiet."""
+        due = int(seconds / every) > self._alarms
+        self._alarms = int(seconds / every)
+        return due
 
 
 class MetricsTail:

@@ -29,6 +29,7 @@ from ..config import RunConfig, flow_of, load_file, plain, resolve
 from ..inspect.queues import stand
 from ..tracking import tracking
 from . import plan, preflight, rundir, summary
+from .chain import told as links_told
 from .coordinator import Coordinator
 from .counts import conservation
 from .failure import LastWords, first_error
@@ -123,8 +124,9 @@ def _told(error: BaseException, run: RunDirectory, coordinator: Coordinator | No
         told = account(counts, losses, calls)
         if isinstance(error, NoProgress):
             error = NoProgress(told)
-        elif told and _ran_dry(error, coordinator):
-            error = type(error)(f"{error}\n{told}")
+        elif _ran_dry(error, coordinator):
+            chain = [f"who waited for whom: {links_told(coordinator.links)}"] if coordinator.links else []
+            error = type(error)("\n".join([str(error), *chain, *([told] if told else [])]))
     LastWords.of(error).write(last_words(run))
     return error
 
@@ -196,8 +198,9 @@ async def _started(
         async with connection as queue:
             if launched.resume:
                 await queue.release_absent()
-            coordinator = Coordinator(config, run, queue, roles, panel)
-            yield coordinator, signals
+            with queue.waiting("starting") as wait:
+                coordinator = Coordinator(config, run, queue, roles, panel, wait)
+                yield coordinator, signals
         await roles.stop([roles.roles["queue"]], config.supervision.drain_seconds)
         roles.nursery.cancel_scope.cancel()
 

@@ -1,10 +1,12 @@
-"""`streamrl status RUN`: the members of a live run, what each does or waits for, and the queue's counts."""
+"""`streamrl status RUN`: who waits for whom in a live run, its members, and the queue's counts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import trio
 from rich.console import Console
@@ -12,11 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl_queue import Member, TransferQueue
-from streamrl_queue.errors import ConfigError
+from streamrl_queue.errors import ConfigError, DeadlineExceeded
 from streamrl_queue.keys import find_key
+from streamrl_queue.nursery import run as run_trio
 
 from ..config import load_file
+from . import plan
+from .chain import SILENT, Facts, Link, chain
 from .counts import conservation
+from .facts import facts_of
 from .failure import LastWords
 from .panel import gauges
 from .rundir import RunDirectory
@@ -44,24 +50,101 @@ def print_status(name: str) -> int:
     if not run.alive:
         console.print(f"{run.path.name}: {_ended(run)}", highlight=False, markup=False, soft_wrap=True)
         return 0
-    launch = run.read_launch()
+    try:
+        show(look(run), console)
+    except DeadlineExceeded as error:
+        console.print(waits_table([_no_queue(error)]))
+    return 0
 
-    async def ask() -> None:
+
+def status_data(name: str) -> dict[str, Any]:
+    """The same for programs. `waits` is the chain of who waits for whom, `head` its last link in words."""
+    run = find_run(name)
+    if not run.alive:
+        return {"run": run.path.name, "state": "ended", "outcome": _ended(run)}
+    try:
+        return {"run": run.path.name, "state": "running", **as_data(look(run))}
+    except DeadlineExceeded as error:
+        link = _no_queue(error)
+        return {"run": run.path.name, "state": "running", "waits": [link], "head": str(link)}
+
+
+def _no_queue(error: DeadlineExceeded) -> Link:
+    """Everybody waits for a broker that does not answer."""
+    return Link(plan.QUEUE, f"does not answer: {error}")
+
+
+def look(run: RunDirectory) -> Facts:
+    """What the members of a live run and its queue say.
+
+    Raises:
+        DeadlineExceeded: the queue does not answer.
+    """
+    config, launch = load_file(run.config), run.read_launch()
+    names = [name for name in plan.role_names(config) if name != plan.QUEUE]
+
+    async def ask() -> Facts:
         connection = TransferQueue.connect(
-            launch.address, key=find_key(load_file(run.config).queue.key_file), role="status", deadline=CONNECT_SECONDS
+            launch.address, key=find_key(config.queue.key_file), role="status", deadline=CONNECT_SECONDS
         )
         async with connection as queue:
-            membership = await queue.members()
-            counts = await queue.statistics()
-        console.print(members_table([m for m in membership.members if m.role != "status"]))
-        console.print(conservation_table(conservation(counts)))
-        for stage, at in counts.stages.items():
-            parked = f"  parked {at.parked}" if at.parked else ""
-            line = f"{stage:>10}  ready {at.ready}{parked}  leased {at.leased}  written {at.written}"
-            console.print(line, highlight=False)
+            with trio.move_on_after(CONNECT_SECONDS):
+                return await facts_of(queue, names)
+        raise DeadlineExceeded.waiting("what it knows", f"the queue at {launch.address}", CONNECT_SECONDS)
 
-    trio.run(ask)
-    return 0
+    facts = run_trio(ask)
+    return replace(facts, members=[member for member in facts.members if member.role != "status"])
+
+
+def show(facts: Facts, console: Console) -> None:
+    """For people: who waits for whom, the members, where the rows are."""
+    console.print(waits_table(chain(facts)))
+    console.print(members_table(facts.members, facts.silent))
+    console.print(conservation_table(conservation(facts.statistics)))
+    for stage, at in facts.statistics.stages.items():
+        parked = f"  parked {at.parked}" if at.parked else ""
+        line = f"{stage:>10}  ready {at.ready}{parked}  leased {at.leased}  written {at.written}"
+        console.print(line, highlight=False)
+
+
+def as_data(facts: Facts) -> dict[str, Any]:
+    """For programs. `waits` is the chain, its last link the head; seconds count up to now."""
+    links = chain(facts)
+    return {
+        "waits": links,
+        "head": str(links[-1]),
+        "silent": facts.silent,
+        "members": [_member_data(facts, member) for member in facts.members],
+        "stages": facts.statistics.stages,
+        "step": facts.statistics.step,
+        "version": facts.statistics.version,
+        "rows": conservation(facts.statistics),
+        "full": facts.leased.full,
+    }
+
+
+def _member_data(facts: Facts, member: Member) -> dict[str, Any]:
+    waits = [
+        {"what": w.what, "row": w.row or None, "on": w.on or None, "seconds": facts.now - w.since} for w in member.waits
+    ]
+    return {
+        "name": member.name,
+        "role": member.role,
+        "does": _does(member),
+        "seconds": facts.now - member.since,
+        "waits": waits,
+        "gauges": _gauges(member),
+    }
+
+
+def waits_table(links: Iterable[Link]) -> Table:
+    """Who waits for whom; where to look is the last line."""
+    table = Table(title="who waits for whom", title_justify="left")
+    for column in ("who", "waits for, or does", "for"):
+        table.add_column(column, no_wrap=column != "waits for, or does")
+    for link in links:
+        table.add_row(link.who, Text(link.what), "" if link.seconds is None else f"{link.seconds:.0f} s")
+    return table
 
 
 def _ended(run: RunDirectory) -> str:
@@ -74,8 +157,8 @@ def _ended(run: RunDirectory) -> str:
     return f"failed; continue it with --resume once this is mended\n{words.error}: {words.message}"
 
 
-def members_table(members: Iterable[Member]) -> Table:
-    """One line per process; its numbers as the panel shows them."""
+def members_table(members: Iterable[Member], silent: Iterable[str] = ()) -> Table:
+    """One line per process, those without a session last; its numbers as the panel shows them."""
     table = Table(title="members", title_justify="left")
     for column in ("name", "does", "for", "numbers"):
         table.add_column(column, no_wrap=column == "name")
@@ -84,6 +167,8 @@ def members_table(members: Iterable[Member]) -> Table:
         since = f"{max(0.0, now - member.since):.0f} s"
         numbers = Text("\n").join(Text(f"{name} {value}") for name, value in gauges(_gauges(member)))
         table.add_row(member.name or member.session, _does(member), since, numbers)
+    for name in silent:
+        table.add_row(name, Text(SILENT, style="red"), "", "")
     return table
 
 

@@ -169,7 +169,7 @@ class Checker:
         lost = isinstance(reply, wire.Refused) and reply.error == "SessionLost"
         if lost:
             self._handled.discard(key)
-        elif not isinstance(request, m.Heartbeat | m.GetStatistics):
+        elif not isinstance(request, m.Heartbeat | m.GetStatistics | m.GetLeased):
             self._answered.add(key)
         self._note_leaving(envelope.session, request, refused=lost)
         if isinstance(reply, wire.Refused):

@@ -651,3 +651,21 @@ def test_a_traceback_is_cut_at_its_beginning() -> None:
 def test_limits_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_turns: expected a number above 0, got 0"):
         Limits(max_turns=0)
+
+
+def test_an_episode_tells_which_tool_or_method_of_its_environment_runs() -> None:
+    told: list[str] = []
+
+    async def main() -> None:
+        await run_episode(
+            lookup(),
+            TASK,
+            generate=Script(lookup_template(), *RIGHT),
+            template=lookup_template(),
+            limits=Limits(),
+            sampling={"temperature": 1.0},
+            doing=told.append,
+        )
+
+    trio.run(main)
+    assert told == ["Lookup.__init__", "Lookup.reset", "tool `get`", "tool `get`", "Lookup.reward"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from streamrl_agents.rewards import Scorer, run_reward_worker
 from streamrl_queue import QueueConfig, Task, TransferQueue, open_broker, schema, training_flow
 from streamrl_queue.errors import ConfigError, LeaseExpired, RewardError
 from streamrl_queue.nursery import open_nursery, run
+from streamrl_queue.waits import Wait, Waits
 
 TASK = {"keys": ["ab"], "value": 42}
 HERE = "test_agents_rewards"
@@ -67,6 +70,9 @@ class Queue:
 
     def report(self, activity: str | None = None, **gauges: float) -> None:
         self.gauges.update(gauges)
+
+    def waiting(self, what: str, *, row: int) -> AbstractContextManager[Wait]:
+        return Waits(time.time).waiting(what, row=row)
 
     async def lease(self, stage: str, *, rows: int, wait: float, columns: Sequence[str]) -> Any:
         assert stage == "reward"
@@ -299,3 +305,11 @@ def test_episodes_go_into_the_stage_as_they_were_recorded() -> None:
     queue = work(batch.to_pylist())
     assert queue.written == {0: 1.0, 1: 0.0, 2: 0.0}
     assert queue.dropped == {"error_env": [3]}
+
+
+def test_scoring_tells_which_function_is_at_work() -> None:
+    told: list[str] = []
+    Scorer({"outcome": 1.0, f"{HERE}:brevity": 0.5}).score(
+        {"outcome": 1.0, "status": "completed", "turns": 2}, told.append
+    )
+    assert told == ["scores with outcome", f"scores with {HERE}:brevity"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 
 import torch
 import trio
@@ -13,6 +14,7 @@ from streamrl_learners.model import copy_weights, sequence_logprobs
 from streamrl_queue import Member, Membership, Version
 from streamrl_queue.errors import DeadlineExceeded, EngineError, WeightError
 from streamrl_queue.rpc import RpcServer
+from streamrl_queue.waits import Wait, Waits
 from streamrl_queue.weights import (
     Abort,
     Aborted,
@@ -162,6 +164,9 @@ class FakeVersions:
     def leave(self, engine: FakeEngine) -> None:
         self.engines.remove(engine)
         self.move()
+
+    def waiting(self, what: str, *, on: str) -> AbstractContextManager[Wait]:
+        return Waits(time.time).waiting(what, on=on)
 
     async def members(self, role: str, *, after: int, wait: float) -> Membership:
         while self.epoch <= after:

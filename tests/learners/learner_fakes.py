@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from streamrl_learners.model import Policy
 from streamrl_queue import Lease, Version
 from streamrl_queue.batches import RowKeys
 from streamrl_queue.schema import Segment, Span
+from streamrl_queue.waits import Wait, Waits
 
 VOCAB = 40
 
@@ -107,6 +110,9 @@ class FakeQueue:
 
     def report(self, activity: str | None = None, **gauges: float) -> None:
         pass
+
+    def waiting(self, what: str, *, on: str) -> AbstractContextManager[Wait]:
+        return Waits(time.time).waiting(what, on=on)
 
     def lease(self, stage: str, *, rows: int, step: int, payload: bool, **options: Any) -> Lease | None:
         self.leases += 1

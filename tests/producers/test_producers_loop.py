@@ -23,7 +23,7 @@ from streamrl_producers import producer as producer_module
 from streamrl_producers.config import RolloutConfig
 from streamrl_producers.engines.protocol import Generate, Generated
 from streamrl_producers.producer import run_producer
-from streamrl_queue import Broker, Lease, Task, TransferQueue, schema
+from streamrl_queue import Broker, Lease, Task, TransferQueue, Waiting, schema
 from streamrl_queue.errors import EngineError, LimitReached
 
 AGENT = load_agent("streamrl_agents.environments.lookup:Lookup")
@@ -366,5 +366,35 @@ def test_rows_of_a_lease_that_was_lost_are_not_written(tmp_path: Path, template:
             leases = await one.rollouts(1)
             assert leases[0].rows[0].attempt > 0
             (await one.queue.statistics()).check()
+
+    run(test)
+
+
+def test_a_producer_tells_the_row_turn_and_engine_that_it_waits_for(tmp_path: Path, template: ChatTemplate) -> None:
+    async def never(request: Generate) -> Generated:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    async def test() -> None:
+        async with stand(tmp_path, template, never) as one:
+            (row,) = (await one.queue.put(tasks(1))).rows
+            waits: tuple[Waiting, ...] = ()
+            while not any(wait.what == "waits for turn 1" for wait in waits):
+                (producer,) = (await one.queue.members("producer", wait=0.1)).members
+                waits = producer.waits
+            assert [(wait.row, wait.on) for wait in waits] == [(row, "engine")]
+
+    run(test)
+
+
+def test_a_producer_without_an_engine_says_so(tmp_path: Path, template: ChatTemplate) -> None:
+    async def test() -> None:
+        async with stand(tmp_path, template, following(template)) as one:
+            await one.engine.queue.announce(ready=False)
+            await one.queue.put(tasks(1))
+            waits: tuple[Waiting, ...] = ()
+            while ("waits for a ready engine", "engine") not in [(wait.what, wait.on) for wait in waits]:
+                (producer,) = (await one.queue.members("producer", wait=0.1)).members
+                waits = producer.waits
 
     run(test)

@@ -21,6 +21,7 @@ from streamrl_queue.errors import SchemaError
 from streamrl_queue.nonces import NONCE_BYTES
 from streamrl_queue.rpc import Forget, RpcClient
 from streamrl_queue.transport import ZEROMQ
+from streamrl_queue.waits import Waiting
 
 KEY = b"k" * 32
 FLOW = training_flow(QueueConfig(max_staleness=2, session_seconds=60.0, waiting_rows=256), rows_per_step=8)
@@ -39,7 +40,7 @@ def honest(rows: Sequence[int]) -> list[Message]:
     written = bytes(encode(schema.trajectory_batch(ids, [trajectory(1)] * len(ids))))
     return [
         (m.Hello(SESSION, "producer", "ipc://x"), None),
-        (m.Heartbeat("works", 1.0, {"rows": 2.0}, (3, 4)), None),
+        (m.Heartbeat("works", 1.0, {"rows": 2.0}, (3, 4), (Waiting("a tool", 1.0, 3, "engine"),)), None),
         (m.Announce(True, 1, 1), None),
         (m.Fence("nobody", "why", 0.0), None),
         (m.Members("engine", 3, 0.0), None),
@@ -61,6 +62,7 @@ def honest(rows: Sequence[int]) -> list[Message]:
         (m.Retire(0), None),
         (m.Reconcile(1), None),
         (m.GetStatistics(), None),
+        (m.GetLeased(ids, 8), None),
         (Forget(), None),
     ]
 
