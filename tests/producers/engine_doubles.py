@@ -348,6 +348,8 @@ class VLLMDouble(Double):
 
     def _generate(self, body: Any) -> Any:
         settings, ids = body["sampling_params"], body["token_ids"]
+        if not 0 <= settings.get("temperature", 1.0) <= 2:
+            raise wrong(f"temperature must be in [0, 2], got {settings['temperature']}.")
         request = Request(body.get("request_id") or uuid.uuid4().hex, ids, settings)
         with self.registry:
             self.requests[request.id] = request

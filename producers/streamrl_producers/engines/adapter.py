@@ -7,7 +7,6 @@ log-probs would mean something else is refused.
 
 from __future__ import annotations
 
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
     import torch
 
 CALL_SECONDS: Final = 30.0  # deadline of a call that samples nothing; a crowded machine answers in a few seconds
-HOT: Final = 1e5  # at this temperature every token is as probable as any other, in a log-prob that is scaled
-FLAT_NATS: Final = 0.01  # logits span less than 1000 nats, so the scaled log-prob is this close to the uniform one
-MEASURED_TOKENS: Final = 8  # a raw log-prob may lie there by chance, but not that of so many tokens
+HOT: Final = 2.0  # the highest temperature that every server takes
+HOT_TOKENS: Final = 16  # one token's log-prob may be the same at both temperatures by chance, but not so many
+SAME_NATS: Final = 0.1  # more than bfloat16 loses, less than one of so many tokens changes
 UNPUBLISHED: Final = 0  # the version of weights that no publish brought; committed versions start at 1
 
 
@@ -135,13 +134,17 @@ class Adapter(ABC):
             raise EngineError(f"{self.url}: a sampled token has a log-prob that is not finite")
 
     async def scales(self) -> bool:
-        """Whether log-probs are those of the temperature-scaled distribution: measured, once for each weights."""
+        """Whether log-probs are those of the temperature-scaled distribution: measured, once for each weights.
+
+        A model that gives every token the same probability looks as if they were not.
+        """
         if self._scales is None:
-            sampling = Sampling(temperature=HOT, max_tokens=MEASURED_TOKENS)
-            hot = await self._generate(np.zeros(1, np.int32), sampling, "", CALL_SECONDS)
+            start = np.zeros(1, np.int32)
+            hot = await self._generate(start, Sampling(temperature=HOT, max_tokens=HOT_TOKENS), "", CALL_SECONDS)
             if not len(hot.tokens):
                 raise EngineError(f"{self.url}: sampled nothing, although nobody asked it to stop")
-            self._scales = bool((np.abs(hot.logprobs + math.log(self.vocab_size)) < FLAT_NATS).all())
+            raw = await self.logprobs([*start.tolist(), *hot.tokens.tolist()])
+            self._scales = bool(np.abs(hot.logprobs - raw).max() > SAME_NATS)
         return self._scales
 
     @abstractmethod

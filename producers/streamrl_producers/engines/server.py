@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
@@ -85,7 +85,7 @@ async def run_server_engine(
             deaths.append(now)
             while deaths[0] <= now - window:
                 deaths.popleft()
-            # Without an answer of a living server first, starting it again would only repeat the failure.
+            # A server of somebody else is not ours to start again.
             if len(deaths) > restarts or config.urls:
                 raise
             log.warning("the server is started again: %s", error)
@@ -104,41 +104,33 @@ async def _served(
     """A checked adapter of a server that is ready; meanwhile the queue knows that this engine waits."""
     port = 0 if config.urls else process.free_port()
     url = config.urls[number] if config.urls else f"http://127.0.0.1:{port}"
-    async with ADAPTERS[config.kind](url, vocab_size=vocab_size) as adapter:
+    name = f"{config.kind} at {url}"
+    waiting = trio.CancelScope()
+    async with ADAPTERS[config.kind](url, vocab_size=vocab_size) as adapter, open_nursery() as nursery:
+        nursery.start_soon(_wait, connect, name, waiting)
         if config.urls:
-            async with connect(None) as queue:
-                queue.report(f"waits for {url}")
-                await adapter.check()
+            await adapter.check()
+            waiting.cancel()
             yield adapter
-            return
-        command = process.command(config, model_dir, port)
-        name = f"{config.kind} at {url}"
-
-        async def ready() -> bool:
-            return await adapter.ready()
-
-        async with open_nursery() as nursery:
-
-            async def wait(task_status: trio.TaskStatus[None]) -> None:
-                async with connect(None) as queue:
-                    queue.report(f"waits for {name} to be ready")
-                    task_status.started()
-                    await trio.sleep_forever()
-
-            waiting = trio.CancelScope()
-
-            async def announce(task_status: trio.TaskStatus[None]) -> None:
-                with waiting:
-                    await wait(task_status)
-
-            await nursery.start(announce)
+        else:
+            command, variables = process.command(config, model_dir, port), process.variables(config)
             async with process.running(
-                command, process.variables(config), log_file, ready=ready, seconds=config.start_seconds, name=name
+                command, variables, log_file, ready=adapter.ready, seconds=config.start_seconds, name=name
             ):
                 await adapter.check()
                 waiting.cancel()
                 yield adapter
-            nursery.cancel_scope.cancel()
+        nursery.cancel_scope.cancel()
+
+
+async def _wait(
+    connect: Callable[[str | None], AbstractAsyncContextManager[TransferQueue]], name: str, scope: trio.CancelScope
+) -> None:
+    """consumes: nothing. produces: a session without an endpoint. waits for: the server. unblocked by: `scope`."""
+    with scope:
+        async with connect(None) as queue:
+            queue.report(f"waits for {name} to be ready")
+            await trio.sleep_forever()
 
 
 async def _serve(
@@ -249,15 +241,20 @@ class Gateway:
                 "somebody else changes this server's weights"
             )
 
+    @property
+    def state(self) -> Literal["empty", "paused", "sampling"]:
+        if self.version is None:
+            return "empty"
+        return "sampling" if self._open.is_set() else "paused"
+
     async def health(self) -> Healthy:
         """Sample one token, unless there are no weights or the gate is closed."""
-        generated = self.version is not None and self._open.is_set()
+        generated = self.state == "sampling"
         if generated:
             one = await self.generate(np.zeros(1, np.int32), Sampling(max_tokens=1), "", PROBE_SECONDS)
             if not len(one.tokens):
                 raise EngineError(f"{self.adapter.url}: sampled nothing within {PROBE_SECONDS:.0f} s")
-        state = "empty" if self.version is None else "sampling" if self._open.is_set() else "paused"
-        return Healthy(self.version, state, generated, self.running, self.waiting)  # type: ignore[arg-type]
+        return Healthy(self.version, self.state, generated, self.running, self.waiting)
 
     async def close(self) -> None:
         """Let nothing in, end what runs, and return when nothing runs.
@@ -381,19 +378,24 @@ class _Engine:
         return GenerateReply.of(got)
 
 
+def _activity(gateway: Gateway) -> str:
+    if gateway.version is None:
+        return "waits for weights"
+    return "samples" if gateway.running else "waits for requests"
+
+
 async def _report(queue: TransferQueue, gateway: Gateway) -> None:
     """consumes: counters. produces: gauges. waits for: the clock. unblocked by: it."""
-    busy = 0.0
+    before = 0.0
     while True:
-        now: dict[str, Any] = {"tokens_sampled": gateway.tokens, "running": gateway.running, "waiting": gateway.waiting}
-        activity = (
-            "waits for weights" if gateway.version is None else "samples" if gateway.running else "waits for requests"
-        )
+        busy = gateway.busy()
         queue.report(
-            activity,
-            **now,
-            busy_share=min(1.0, (gateway.busy() - busy) / REPORT_SECONDS),
+            _activity(gateway),
+            tokens_sampled=gateway.tokens,
+            running=gateway.running,
+            waiting=gateway.waiting,
+            busy_share=min(1.0, (busy - before) / REPORT_SECONDS),
             version=-1 if gateway.version is None else gateway.version,
         )
-        busy = gateway.busy()
+        before = busy
         await trio.sleep(REPORT_SECONDS)
