@@ -1,6 +1,6 @@
-# make demo    train the demo: about a minute after the first installation; ENGINE=sglang: on a real server
+# make demo    train the demo: about a minute after the first installation; ENGINE=sglang or vllm: on a server
 # make test    install what the tests need and run them
-# make test-engines  install SGLang, once, and ask the real server what make test asks its double
+# make test-engines  install SGLang and vLLM, once, and ask the servers what make test asks their doubles
 # make check   ruff, ruff format, mypy
 # make soak    fifty runs through random kills, and a thousand seeds of the simulator; an hour
 # make clean   remove what the other targets made; runs/ stays
@@ -12,6 +12,8 @@ VENV ?= .venv
 ENGINE ?= embedded
 # The build of a server without CUDA; with a GPU: ENGINE_BUILD=
 ENGINE_BUILD ?= --cpu
+# Heads of 32: vLLM has no narrower ones on a CPU.
+ENGINE_MODEL := $(if $(filter vllm,$(ENGINE)),model.heads=2)
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PATHS := streamrl queue agents producers learners tests bench examples
@@ -19,7 +21,7 @@ PATHS := streamrl queue agents producers learners tests bench examples
 .PHONY: demo setup test test-engines check simulate soak clean engine-embedded engine-sglang engine-vllm
 
 demo: $(VENV)/.train engine-$(ENGINE)
-	$(BIN)/streamrl launch engine.kind=$(ENGINE)
+	$(BIN)/streamrl launch engine.kind=$(ENGINE) $(ENGINE_MODEL)
 
 engine-embedded:
 
@@ -31,7 +33,7 @@ setup: $(VENV)/.train $(VENV)/.dev
 test: setup
 	$(BIN)/python -m pytest
 
-test-engines: setup engine-sglang
+test-engines: setup engine-sglang engine-vllm
 	$(BIN)/python -m pytest -m engines
 
 check: setup

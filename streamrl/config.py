@@ -17,7 +17,7 @@ from streamrl_agents.config import RewardConfig, ToolFormatName
 from streamrl_learners.algorithms.checks import reach
 from streamrl_learners.algorithms.pieces import Algorithm, SoftOverlong
 from streamrl_learners.config import LearnerConfig, ModelConfig, TinyModel, problems
-from streamrl_producers.config import EmbeddedEngine, EngineConfig, RolloutConfig, SGLangEngine, VLLMEngine
+from streamrl_producers.config import EmbeddedEngine, EngineConfig, RolloutConfig, SGLangEngine
 from streamrl_queue.bounds import COUNT, PROCESSES, SECONDS, Range, check_bounds
 from streamrl_queue.config import MOST_MEMBERS, Flow, QueueConfig, training_flow
 from streamrl_queue.errors import ConfigError
@@ -171,23 +171,22 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
             f"no weights could ever be published"
         )
     device, transfer = config.learner.device, config.learner.transfer
-    if (transfer == "nccl" or (transfer == "auto" and device == "cuda")) and "cpu" in (device, config.engine.device):
+    nccl = transfer == "nccl" or (transfer == "auto" and device == "cuda")
+    if nccl and "cpu" in (device, config.engine.device):
         yield (
             f"learner.transfer is {transfer}, learner.device {device} and engine.device {config.engine.device}: NCCL "
             f"carries weights between GPUs only; use learner.transfer=gloo"
-        )
-    if isinstance(config.engine, VLLMEngine):
-        yield (
-            "engine.kind: vllm: weights cannot be published to vLLM yet, and a run trains nothing without; "
-            "use engine.kind: sglang or embedded"
         )
     if isinstance(config.engine, SGLangEngine) and (config.rollout.top_p < 1 or config.rollout.top_k):
         yield (
             f"rollout.top_p is {config.rollout.top_p} and rollout.top_k {config.rollout.top_k}, but engine.kind is "
             "sglang: its log-probs are those before top-p and top-k; use top_p=1 and top_k=0, or engine.kind: embedded"
         )
-    if isinstance(config.engine, SGLangEngine) and transfer == "nccl":
-        yield "learner.transfer is nccl with engine.kind: sglang: weights go to it by Gloo; use learner.transfer=gloo"
+    if nccl and not isinstance(config.engine, EmbeddedEngine):
+        yield (
+            f"learner.transfer is {transfer} and learner.device {device}, but engine.kind is {tag(config.engine)}: "
+            "weights reach a server's engine process by Gloo; use learner.transfer=gloo"
+        )
     if config.rollout.temperature <= 0:
         yield (
             f"rollout.temperature is {config.rollout.temperature} but tasks.group_size is {group}: greedy attempts "

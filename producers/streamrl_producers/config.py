@@ -110,7 +110,7 @@ class SGLangEngine(
 
 
 class VLLMEngine(_ServerEngine, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="vllm"):
-    """vLLM, as a server in a Python environment of its own. Weights are not published to it yet."""
+    """vLLM, as a server in a Python environment of its own."""
 
     @property
     def kind(self) -> Literal["vllm"]:

@@ -68,6 +68,8 @@ def test_an_option_that_the_chosen_kind_would_ignore_is_refused_naming_its_keys(
         (["rollout.temperature=0"], ("rollout.temperature", "tasks.group_size")),
         (["learner.transfer=nccl"], ("learner.transfer", "learner.device")),
         (["learner.device=cuda"], ("learner.transfer", "engine.device")),
+        (["engine={kind: vllm, device: cuda}", "learner.device=cuda"], ("learner.transfer", "engine.kind")),
+        (["engine.kind=sglang", "rollout.top_p=0.9"], ("rollout.top_p", "engine.kind")),
     ],
 )
 def test_a_contradiction_names_both_keys(overrides: list[str], both: tuple[str, str]) -> None:
