@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 import trio
 from engine_double_process import executable
-from engine_doubles import CONTEXT, VOCAB, SGLangDouble, served
+from engine_doubles import CONTEXT, VOCAB, Request, SGLangDouble, served
 from engine_servers import make_model, model_directory
 from server_support import SECONDS, Learner, broker, client, endpoint
 
@@ -100,17 +101,17 @@ async def engine(path: Path, config: SGLangEngine, restarts: int = 0) -> AsyncIt
 
 
 @asynccontextmanager
-async def stand(path: Path) -> AsyncIterator[Stand]:
-    double = SGLangDouble(make_model(9), version="0")
+async def stand(path: Path, kind: type[SGLangDouble] = SGLangDouble) -> AsyncIterator[Stand]:
+    double = kind(make_model(9), version="0")
     with served(double) as url:
-        config = SGLangEngine(urls=(url,), max_tokens=CONTEXT)
+        config = SGLangEngine(urls=(url,), max_tokens=CONTEXT, slots=1)
         async with engine(path, config) as queue, client(await endpoint(queue)) as rpc:
             yield Stand(queue, rpc, TinyLearner(rpc, bucket_bytes=4096), double)
 
 
-def with_stand(path: Path, body: Any) -> None:
+def with_stand(path: Path, body: Any, kind: type[SGLangDouble] = SGLangDouble) -> None:
     async def main() -> None:
-        async with stand(path) as one:
+        async with stand(path, kind) as one:
             await body(one)
 
     trio.run(main)
@@ -168,6 +169,41 @@ def test_a_running_answer_goes_on_with_the_weights_that_were_committed_meanwhile
         assert np.abs(got.logprobs - np.concatenate([before, after])).max() < NATS
 
     with_stand(tmp_path, body)
+
+
+class Slow(SGLangDouble):
+    """Lets long answers wait until `goes_on` is set."""
+
+    goes_on = threading.Event()
+
+    def run(self, request: Request, most: int, temperature: float, stops: set[int]) -> str:
+        if most > 100:
+            assert self.goes_on.wait(SECONDS)
+        return super().run(request, most, temperature, stops)
+
+
+def test_an_engine_whose_slots_are_all_taken_still_proves_that_it_lives(tmp_path: Path) -> None:
+    async def body(one: Stand) -> None:
+        await one.learner.stage(1, make_model(1))
+        await one.learner.resume(1)
+        lengths: list[int] = []
+
+        async def ask(most: int) -> None:
+            lengths.append(len((await one.generate(max_tokens=most)).tokens))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, 200)
+            with trio.fail_after(SECONDS):
+                while not one.double.requests:
+                    await trio.sleep(0.001)
+            nursery.start_soon(ask, 3)
+            healthy = await one.health()
+            assert healthy.generated
+            assert not lengths
+            Slow.goes_on.set()
+        assert lengths == [200, 3]
+
+    with_stand(tmp_path, body, Slow)
 
 
 def test_an_aborted_version_was_never_sampled_from(tmp_path: Path) -> None:

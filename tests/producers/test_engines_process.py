@@ -170,7 +170,7 @@ def test_a_server_is_started_with_the_limits_of_the_configuration(
         msgspec.structs.replace(config, slots=7, max_tokens=99, arguments=("--more",)), tmp_path, 1234
     )
     assert told[0] == "/py"
-    assert {"1234", "7", str(tmp_path), "--more"} <= set(told)
+    assert {"1234", "8", str(tmp_path), "--more"} <= set(told)
 
 
 @pytest.mark.parametrize(

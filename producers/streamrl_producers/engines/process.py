@@ -47,19 +47,20 @@ def command(config: SGLangEngine | VLLMEngine, model_dir: Path, port: int) -> li
     cpu = config.device == "cpu"
     kind = config.kind
     python = config.python or str(installed_python(kind, cpu=cpu))
+    # One more than the engine process lets in: the one token that proves life never queues.
     where = ["--host", "127.0.0.1", "--port", str(port), "--dtype", config.dtype]
     if kind == "sglang":
         # Weights come from the learner: what the server starts with does not matter.
         told = ["-m", "sglang.launch_server", "--model-path", str(model_dir), "--load-format", "dummy"]
         told += ["--skip-tokenizer-init", "--context-length", str(config.max_tokens + RESERVED_TOKENS)]
-        told += ["--max-running-requests", str(config.slots), "--device", "cpu" if cpu else "cuda"]
+        told += ["--max-running-requests", str(config.slots + 1), "--device", "cpu" if cpu else "cuda"]
         if cpu:
             told += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-            told += ["--disable-overlap-schedule", "--max-total-tokens", str(config.slots * config.max_tokens)]
+            told += ["--disable-overlap-schedule", "--max-total-tokens", str((config.slots + 1) * config.max_tokens)]
     else:
         told = ["-m", "vllm.entrypoints.cli.main", "serve", str(model_dir), "--load-format", "dummy"]
         told += ["--served-model-name", "m", "--max-model-len", str(config.max_tokens)]
-        told += ["--max-num-seqs", str(config.slots), "--enable-scale-out"]
+        told += ["--max-num-seqs", str(config.slots + 1), "--enable-scale-out"]
         told += ["--logprobs-mode", "processed_logprobs"]
         if cpu:
             told += ["--enforce-eager", "--worker-extension-cls", "streamrl_vllm.Extension"]

@@ -79,7 +79,7 @@ async def run_server_engine(
     while True:
         try:
             async with _served(connect, model_dir, config, number, log_file, vocab_size) as adapter:
-                await _serve(connect, adapter, bind(life), key)
+                await _serve(connect, adapter, config.slots, bind(life), key)
         except EngineError as error:
             now = time.monotonic()
             deaths.append(now)
@@ -136,11 +136,12 @@ async def _wait(
 async def _serve(
     connect: Callable[[str | None], AbstractAsyncContextManager[TransferQueue]],
     adapter: Adapter,
+    slots: int,
     bind: str,
     key: bytes | None,
 ) -> None:
     """Answer the run until cancelled, or until the server's weights are unknown."""
-    gateway = Gateway(adapter)
+    gateway = Gateway(adapter, slots)
     engine = _Engine(gateway)
     async with (
         RpcServer.bind(bind, EngineRequest, engine.handle, key=key) as rpc,
@@ -164,8 +165,10 @@ async def _serve(
 class Gateway:
     """Requests to one server, and the gate that holds them back while its weights change."""
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: Adapter, slots: int) -> None:
+        """`slots` requests at a time; the server has room for one more, so that a probe of life never queues."""
         self.adapter = adapter
+        self._seats = trio.Semaphore(slots)
         self.version: int | None = None
         self.tokens = 0
         self.running = 0
@@ -210,20 +213,31 @@ class Gateway:
         return msgspec.structs.replace(got, finish_reason="aborted")
 
     async def _enter(self, seconds: float) -> bool:
+        """Take a seat while the gate is open; False when that took too long."""
         self.waiting += 1
         try:
             with trio.move_on_after(seconds):
-                await self._open.wait()
+                while True:
+                    await self._open.wait()
+                    await self._seats.acquire()
+                    if self._open.is_set():
+                        self._begin()
+                        return True
+                    self._seats.release()
         finally:
             self.waiting -= 1
-        if not self._open.is_set():
-            return False
+        return False
+
+    def _leave(self) -> None:
+        self._seats.release()
+        self._end()
+
+    def _begin(self) -> None:
         if not self.running:
             self._since = trio.current_time()
         self.running += 1
-        return True
 
-    def _leave(self) -> None:
+    def _end(self) -> None:
         self.running -= 1
         if not self.running:
             self.busy_seconds += trio.current_time() - self._since
@@ -251,9 +265,16 @@ class Gateway:
         """Sample one token, unless there are no weights or the gate is closed."""
         generated = self.state == "sampling"
         if generated:
-            one = await self.generate(np.zeros(1, np.int32), Sampling(max_tokens=1), "", PROBE_SECONDS)
-            if not len(one.tokens):
+            self._begin()
+            try:
+                start, single = np.zeros(1, np.int32), Sampling(max_tokens=1)
+                one = await self.adapter.generate(start, single, session="", seconds=PROBE_SECONDS)
+            finally:
+                self._end()
+            # A change of weights may have ended it.
+            if not len(one.tokens) and self.state == "sampling":
                 raise EngineError(f"{self.adapter.url}: sampled nothing within {PROBE_SECONDS:.0f} s")
+            generated = len(one.tokens) > 0
         return Healthy(self.version, self.state, generated, self.running, self.waiting)
 
     async def close(self) -> None:
