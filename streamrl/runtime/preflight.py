@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,12 +65,19 @@ def check_inputs(config: RunConfig, run: RunDirectory) -> None:
 
 
 def check_server(config: RunConfig) -> None:
-    """The inference server that this run would start is installed.
+    """The inference server that this run would start is installed, and what talks to it.
 
     Raises:
         ConfigError: with the command that installs it.
     """
-    if not isinstance(config.engine, EmbeddedEngine) and not config.engine.urls:
+    if isinstance(config.engine, EmbeddedEngine):
+        return
+    if importlib.util.find_spec("httpx2") is None:
+        raise ConfigError(
+            f"engine.kind: {config.engine.kind} needs httpx2, which this Python does not have; "
+            "pip install 'streamrl[engines]'"
+        )
+    if not config.engine.urls:
         process.command(config.engine, Path(), 0)
 
 

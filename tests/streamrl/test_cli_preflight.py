@@ -8,6 +8,9 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from streamrl import cli
+from streamrl.config import find_file, load_file
+from streamrl.runtime import preflight
+from streamrl_queue.errors import ConfigError
 
 ENV = """
 from datetime import datetime
@@ -168,3 +171,19 @@ def test_resume_puts_the_overrides_on_the_runs_own_configuration(
     assert "steps: 40" in out
     assert cli.main(["launch", "--resume", "--name", "first", "seed=3"]) == 2
     assert "--resume: seed is 0 in" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_installed_is_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = load_file(find_file(None), ["engine.kind=vllm"])
+    with pytest.raises(ConfigError, match="streamrl engines install vllm --cpu"):
+        preflight.check_server(config)
+
+
+def test_a_server_needs_what_talks_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = load_file(find_file(None), ["engine={kind: sglang, urls: ['http://127.0.0.1:1'], max_tokens: 128}"])
+    with pytest.raises(ConfigError, match=r"streamrl\[engines\]"):
+        preflight.check_server(config)

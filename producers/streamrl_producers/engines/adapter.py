@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from streamrl_queue.errors import ConfigError, DeadlineExceeded, EngineError, LimitReached, SchemaError
+from streamrl_queue.errors import DeadlineExceeded, EngineError, LimitReached, SchemaError
 
 from .protocol import Generated, Sampling
 
@@ -52,12 +52,9 @@ class Adapter(ABC):
     """What makes paths appear that a server of a good version lacks."""
 
     def __init__(self, url: str, *, vocab_size: int) -> None:
-        try:
-            import httpx2
-        except ModuleNotFoundError:
-            raise ConfigError(
-                "engine.kind: a server needs httpx2, which this Python does not have; pip install 'streamrl[engines]'"
-            ) from None
+        # Of the extra `engines`, which a launch asks for before it starts anything.
+        import httpx2
+
         self.url = url.rstrip("/")
         self.vocab_size = vocab_size
         self.info: ServerInfo | None = None
