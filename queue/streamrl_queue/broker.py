@@ -48,6 +48,10 @@ log = logging.getLogger(__name__)
 
 # Messages taken in before replies go out: enough to share one fsync, few enough to answer soon.
 BATCH: Final = 64
+# A broker that wakes so much later than it meant to, in seconds, did not run; and how long its sockets then have to
+# bring what was sent meanwhile, before anybody is called late.
+PAUSE_SECONDS: Final = 0.5
+GRACE_SECONDS: Final = 1.0
 # Rounds of messages that may wait before those who are late are judged all the same: a flood saves nobody.
 MOST_BEHIND: Final = 64
 # Rows of one lease: their keys fit what a message has beside its payload.
@@ -122,6 +126,8 @@ class Broker:
         self._seen_epoch = self.sessions.epoch
         self._seen_room = (0, 0)
         self._not_before = 0.0
+        # Until then nobody is late: this process did not run, and does not know yet what was sent meanwhile.
+        self._lenient_until = 0.0
         # Rounds since the socket was last empty.
         self._behind = 0
         # Who was here before a restart is back by then, or gone.
@@ -203,7 +209,11 @@ class Broker:
         deadline of a lease, a session or a waiting request; unblocked by its sockets and the clock.
         """
         while True:
-            frames = await self._router.recv(self._next_deadline())
+            deadline = self._next_deadline()
+            frames = await self._router.recv(deadline)
+            if self._behind == 0 and (overslept := self._clock() - deadline) > PAUSE_SECONDS:
+                log.warning("did not run for %.1f s; nobody is late for that", overslept)
+                self._lenient_until = self._clock() + GRACE_SECONDS
             taken = 0
             while frames is not None:
                 self._take(frames)
@@ -311,8 +321,8 @@ class Broker:
     def _next_deadline(self) -> float:
         waiting = min((asked.deadline for asked in self._waiting), default=float("inf"))
         lease = self.rows.next_deadline()
-        first = min(waiting, self.sessions.next_deadline(), lease if lease is not None else float("inf"))
-        return max(first, self._not_before)
+        late = min(self.sessions.next_deadline(), lease if lease is not None else float("inf"))
+        return max(min(waiting, max(late, self._lenient_until)), self._not_before)
 
     def _keep_time(self, now: float) -> None:
         try:
@@ -325,7 +335,7 @@ class Broker:
     def _tick(self, now: float) -> None:
         """End what has run out: leases, stragglers, sessions. Tidy the journal."""
         self._give_back()
-        if self._behind == 0 or self._behind > MOST_BEHIND:
+        if now >= self._lenient_until and (self._behind == 0 or self._behind > MOST_BEHIND):
             self._end_late(now)
         self.store.tidy()
 

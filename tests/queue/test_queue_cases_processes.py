@@ -6,10 +6,12 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -426,5 +428,39 @@ def test_a_heartbeat_makes_the_session_live_on(tmp_path: Path) -> None:
             await trio.sleep(0.01)
             await queue._ask(request)
             assert broker.sessions._deadlines[queue.session] > before
+
+    run(body, tmp_path)
+
+
+def test_a_broker_that_stood_still_calls_nobody_late_for_it(tmp_path: Path) -> None:
+    """Its sockets bring what was sent meanwhile a moment after it goes on."""
+
+    async def body(path: Path) -> None:
+        flow = msgspec.structs.replace(work_flow(), session_seconds=0.9)
+        async with open_broker(flow, path / "j", bind=f"ipc://{path}/q.sock") as broker:
+            router = broker._router
+            receive, try_receive = router.recv, router.try_recv
+            held_until = 0.0
+
+            async def recv(deadline: float = float("inf")) -> list[Any] | None:
+                """Nothing arrives as long as the process stands still, and for a moment longer."""
+                while trio.current_time() < held_until:
+                    if deadline <= trio.current_time():
+                        return None
+                    await trio.sleep(0.01)
+                return await receive(deadline)
+
+            monkey = {"recv": recv, "try_recv": lambda: try_receive() if trio.current_time() >= held_until else None}
+            for name, replacement in monkey.items():
+                setattr(router, name, replacement)
+            async with TransferQueue.connect(broker.address) as queue:
+                await queue.put(pa.RecordBatch.from_pydict({"x": [1]}))
+                lease = await queue.lease("work", rows=1)
+                assert lease is not None
+                held_until = trio.current_time() + 2.4
+                # The whole process, clients' heartbeats included, which they sent before or send right after.
+                time.sleep(2.2)  # noqa: ASYNC251
+                await queue.write(lease, pa.RecordBatch.from_pydict({"row": pa.array(lease.ids, pa.uint64())}))
+                assert (await queue.statistics()).done == 1
 
     run(body, tmp_path)
